@@ -10,7 +10,7 @@ import torch
 import toys
 from torch import Tensor
 
-from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import TrialResult
@@ -39,10 +39,6 @@ class Saving(toys.Kept):
             self._do(event.step)
 
     @property
-    def warnings(self) -> list[str]:
-        return [event.message for event in self.events if isinstance(event, Warned)]
-
-    @property
     def saved(self) -> list[int]:
         return [event.step for event in self.events if isinstance(event, CheckpointSaved)]
 
@@ -50,30 +46,23 @@ class Saving(toys.Kept):
     def resumed(self) -> list[int]:
         return [event.step for event in self.events if isinstance(event, Resumed)]
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.files["model/weights.pt"]
-        return found
-
     def after(self, step: int, *names: str) -> list[Any]:
         """The points behind a step; a resumed training also repeats some from before it."""
         return [point for name in names or ("train/loss",) for point in self.points(name) if point.step > step]
 
 
-def trial(address: Path | str, *, allowed: str = "", **sections: Any) -> Training:
+def trial(address: Path | str, **sections: Any) -> Training:
     """Return a training of toys with checkpoints at an address.
 
     Args:
         address: of the checkpoints.
-        allowed: one more module that the experiment may name.
-        sections: of the experiment, and fields of the trial: resume, allow_changed, strategy, options, initial.
+        sections: of `toys.trial`, and fields of the trial: resume, allow_changed, strategy, options, initial, is_quick.
     """
-    fields = ("resume", "allow_changed", "strategy", "options", "initial")
+    fields = ("resume", "allow_changed", "strategy", "options", "initial", "is_quick")
     own = {name: sections.pop(name) for name in fields if name in sections}
     made = toys.trial(**sections)
     assert isinstance(made, Training)
-    own |= {"checkpoints": str(address), "allowed": (*made.allowed, allowed) if allowed else made.allowed}
-    return made.model_copy(update=own)
+    return made.model_copy(update={**own, "checkpoints": str(address)})
 
 
 def run(address: Path | str, *, outbox: Saving | None = None, **more: Any) -> Saving:
@@ -81,6 +70,13 @@ def run(address: Path | str, *, outbox: Saving | None = None, **more: Any) -> Sa
     outbox = outbox or Saving()
     outbox.result = train(trial(address, **more), rank=Rank(), outbox=outbox)
     return outbox
+
+
+def resumed(folder: Path, *, after: int, **more: Any) -> tuple[Saving, Saving]:
+    """Train with a checkpoint of each step; train again from that of a step; return this training and the whole one."""
+    whole = run(folder / "whole", **{**EVERY, **more})
+    left = until(after, folder=folder / "whole", to=folder / f"after {after}")
+    return run(left, resume=True, **{**EVERY, **more}), whole
 
 
 def until(step: int, *, folder: Path, to: Path) -> Path:

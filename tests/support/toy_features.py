@@ -72,7 +72,7 @@ def transform(name: str) -> Any:
 _TASK = {"_target_": "toy_features.Task"}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "transform": {"train": {"batch_transform": {"_target_": "toy_features.Flip"}}},
-    "hook": {"hooks": [{"_target_": "toy_own.Halved"}]},
+    "hook": {"hooks": [{"_target_": "toy_own.Halved", "doubles": True}]},
     "clipping": {"train": {"clip_grad_norm": LIMIT}},
     "skipping": {"train": {"on_nonfinite": "skip"}, "data": {"_target_": "toys.nudged", "by": math.inf}},
     "warm-up": {"train": {"lr_scaling": {"warmup_steps": WARMUP}}},
@@ -115,6 +115,7 @@ class Loop:
         """Take a step; return the loss and, if there are logs, the error."""
         s, parameters = self._s, list(self._parameters.values())
         inputs, targets = s.batches.place(s.batches.read(s.order.global_batch(step).tolist()))
+        inputs = 2 * inputs if "hook" in self._names else inputs
         loss, count, _, _, logs = self.trainee.task(
             self.trainee.model, (inputs.flip(1) if "transform" in self._names else inputs, targets)
         )

@@ -17,12 +17,13 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import BUILT_IN
-from pipeline.protocol.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Measurement, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import Loss
 from pipeline.train import Hook, State
+from pipeline.train.build import build
 from pipeline.train.run import train
 
 Kind = TypeVar("Kind", bound=Hook)
@@ -57,6 +58,15 @@ class Kept:
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
 
+    @property
+    def warnings(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Warned)]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.files["model/weights.pt"]
+        return found
+
 
 def experiment(**sections: Any) -> Experiment:
     return Experiment.model_validate(
@@ -80,7 +90,12 @@ def experiment(**sections: Any) -> Experiment:
 
 
 def trial(
-    *, max_steps: int | None = None, kind: type[Measurement] = Baseline, measures: bool = False, **sections: Any
+    *,
+    max_steps: int | None = None,
+    kind: type[Measurement] = Baseline,
+    measures: bool = False,
+    allowed: str = "",
+    **sections: Any,
 ) -> Trial:
     """Return a training, or with ``max_steps`` a measurement of that kind.
 
@@ -88,22 +103,28 @@ def trial(
         max_steps: how many steps are measured.
         kind: of the measurement.
         measures: True if the training also measures something afterwards, which takes longer than a toy trains.
+        allowed: one more module that the experiment may name.
         sections: of the experiment.
     """
     shared: dict[str, Any] = {
         "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
         "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
-        "allowed": (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in KINDS)),
+        "allowed": (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in KINDS), *([allowed] if allowed else [])),
     }  # fmt: skip
     if max_steps is None:
         return Training(**shared, train_only=not measures)
     return kind(**shared, max_steps=max_steps)
 
 
-def trained(*, max_steps: int | None = None, measures: bool = False, **sections: Any) -> tuple[TrialResult, Kept]:
+def trained(**wanted: Any) -> tuple[TrialResult, Kept]:
     """Train a `trial`; return its result and what it has sent."""
     outbox = Kept()
-    return train(trial(max_steps=max_steps, measures=measures, **sections), rank=Rank(), outbox=outbox), outbox
+    return train(trial(**wanted), rank=Rank(), outbox=outbox), outbox
+
+
+def built(*, outbox: Any = None, **wanted: Any) -> State:
+    """Build a `trial`, up to its first step."""
+    return build(trial(**wanted), rank=Rank(), outbox=outbox or Kept())
 
 
 def hook(s: State, kind: type[Kind]) -> Kind:
@@ -799,3 +820,9 @@ def flat_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Replaces the rates of all groups by one."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+
+
+def with_a_part_named_task() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("task", nn.Linear(3, 1))
+    return model

@@ -55,25 +55,17 @@ def test_an_override_exchanges_one_key_for_the_other() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["train.global_batch_size=48"],
-            "train.batch_size_per_worker: is 12, and global_batch_size is 48. Remove one of them",
-        ),
-        (
-            ["train.batch_size_per_worker=null"],
-            "train.global_batch_size: missing. Set the samples per optimizer step over all workers, or set train",
-        ),
+        (["train.global_batch_size=48"],
+         "train.batch_size_per_worker: is 12, and global_batch_size is 48. Remove one of them"),
+        (["train.batch_size_per_worker=null"],
+         "train.global_batch_size: missing. Set the samples per optimizer step over all workers, or set train"),
         (["train.batch_size_per_worker=0"], "train.batch_size_per_worker: is 0 (an integer); write an integer greater"),
-        (
-            ["train.batch_size_per_worker=null", "train.global_batch_size=0"],
-            "train.global_batch_size: is 0 (an integer); write an integer greater than 0 or null",
-        ),
-        (
-            ["train.gradient_accumulation=13"],
-            "train.gradient_accumulation: is 13, but each worker has only 12 samples per step. Use at most 12.",
-        ),
+        (["train.batch_size_per_worker=null", "train.global_batch_size=0"],
+         "train.global_batch_size: is 0 (an integer); write an integer greater than 0 or null"),
+        (["train.gradient_accumulation=13"],
+         "train.gradient_accumulation: is 13, but each worker has only 12 samples per step. Use at most 12."),
     ],
-)
+)  # fmt: skip
 def test_both_neither_and_wrong_numbers_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ExperimentError) as refused:
         read(*overrides)
@@ -93,15 +85,11 @@ def test_the_plan_shows_both() -> None:
     text = describe(plan, DataSizes(1438, 359, 30))
     assert "global_batch_size: 48\nbatch_size_per_worker: 12\n" in text
     assert any(note.startswith("The global batch size is 48 (train.batch_size_per_worker x") for note in plan.notes)
-    assert {trial.experiment.train.global_batch_size for trial in plan.measured} == {48}
+    for workers, batch in ((1, 12), (2, 24), (4, 48)):  # as weak scaling needs
+        measured = make_plan(read(f"parallel.workers={workers}"), MACHINE, allowed=()).measured
+        assert {trial.experiment.train.global_batch_size for trial in measured} == {batch}
     elastic = describe(make_plan(read("parallel.workers=[2, 6]"), MACHINE, allowed=()), DataSizes(1438, 359, 20))
     assert "global_batch_size: 72\nbatch_size_per_worker: 12\n" in elastic
-
-
-@pytest.mark.parametrize(("workers", "batch"), [(1, 12), (2, 24), (4, 48)])
-def test_the_batch_of_each_worker_stays_with_other_workers_as_weak_scaling_needs(workers: int, batch: int) -> None:
-    plan = make_plan(read(f"parallel.workers={workers}"), MACHINE, allowed=())
-    assert {trial.experiment.train.global_batch_size for trial in plan.measured} == {batch}
 
 
 def test_advice_names_the_key_of_the_file() -> None:

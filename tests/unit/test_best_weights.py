@@ -15,8 +15,7 @@ import toys
 from checkpointed import Saving
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment.consistency import contradictions
-from pipeline.protocol.events import Finished, ModelSaved
+from pipeline.protocol.events import Finished, Metrics, ModelSaved
 from pipeline.record.console import _format_finished
 from pipeline.results.measured import result_of_run
 from pipeline.results.mlflow_names import table_json
@@ -44,14 +43,10 @@ def equal(one: Saving, other: Saving) -> bool:
     return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
-def steps_of_models(outbox: Saving) -> list[int | None]:
-    return [event.step for event in outbox.events if isinstance(event, ModelSaved)]
-
-
 @pytest.mark.parametrize(
     "sections",
-    [{}, {"train": {"ema": {"decay": 0.5}}}, {"model": {"_target_": "toys.batch_norm_net"}}],
-    ids=["plain", "averaged", "with buffers"],
+    [{}, {"train": {"ema": {"decay": 0.5}}}, {"model": {"_target_": "toys.batch_norm_net"}}, TESTED],
+    ids=["plain", "averaged", "with buffers", "a test set"],
 )
 def test_the_result_is_that_of_the_best_step(tmp_path: Path, sections: dict[str, Any]) -> None:
     outbox = run(tmp_path / "long", **sections)
@@ -63,7 +58,17 @@ def test_the_result_is_that_of_the_best_step(tmp_path: Path, sections: dict[str,
     assert (result.best.metric, result.best.step, result.best.epoch) == ("validation/loss", 3, 1)
     assert result.metrics["validation/loss"] == result.best.value == first.result.metrics["validation/loss"]
     assert result.metrics["train/loss"] == outbox.series("train/loss")[-1]
-    assert steps_of_models(outbox) == [3]
+    assert [event.step for event in outbox.events if isinstance(event, ModelSaved)] == [3]
+    if sections is TESTED:  # evaluated once with these weights, and said with the metric
+        tested, report = result.metrics["test/loss"], result_of(outbox)
+        assert outbox.series("test/loss") == first.series("test/loss") == [tested]
+        (told,) = (one for one in outbox.events if isinstance(one, Metrics) and one.points[0].name == "test/loss")
+        assert (told.step, told.epoch, told.points[0].step) == (3, 1, 3)
+        assert "weights of step 3 (epoch 1), the best validation/loss" in _format_finished(Finished(result=result))
+        assert report.headline[0].startswith(f"test/loss {tested:.4g}, ")
+        assert report.headline[0].endswith("(weights of step 3, the best validation/loss)")
+        assert report.fact("test/loss").value == tested  # type: ignore[union-attr]
+        assert Result.model_validate_json(report.model_dump_json()) == report
 
 
 def test_a_resumed_training_knows_the_best_of_before(tmp_path: Path) -> None:
@@ -105,28 +110,6 @@ def test_files_of_a_training_whose_metric_is_nan_are_valid_json(tmp_path: Path) 
     assert math.isnan(run(tmp_path, resume=True, **sections).result.metrics["validation/pearson"])
 
 
-def test_it_is_said_with_its_metric(tmp_path: Path) -> None:
-    outbox = run(tmp_path, **TESTED)
-    result, tested = result_of(outbox), outbox.result.metrics["test/loss"]
-
-    assert "weights of step 3 (epoch 1), the best validation/loss" in _format_finished(Finished(result=outbox.result))
-    assert result.headline[0].startswith(f"test/loss {tested:.4g}, ")
-    assert result.headline[0].endswith("(weights of step 3, the best validation/loss)")
-    assert result.fact("test/loss").value == tested  # type: ignore[union-attr]
-    assert Result.model_validate_json(result.model_dump_json()) == result
-
-
-def test_the_test_set_is_evaluated_once_with_the_resulting_weights(tmp_path: Path) -> None:
-    """Compare with a training of one epoch."""
-    outbox = run(tmp_path / "best", **TESTED)
-    first = run(tmp_path / "first", **TESTED, train={"epochs": 1}, checkpoint={})
-
-    assert outbox.series("test/loss") == first.series("test/loss") == [outbox.result.metrics["test/loss"]]
-    assert outbox.points("test/loss")[0].step == 3
-
-
-def test_best_needs_checkpoints_and_a_validation_set(tmp_path: Path) -> None:
-    (problem,) = contradictions(toys.experiment(checkpoint={"best": "validation/loss", "keep": 0}))
-    assert str(problem) == "checkpoint.best: needs a checkpoint, but checkpoint.keep is 0. Set checkpoint.keep: 1."
+def test_best_needs_a_validation_set(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match="there is no validation set; remove it"):
         run(tmp_path, data={"_target_": "toys.regression", "validation": 0})

@@ -1,16 +1,30 @@
-"""The datasets that the package brings along."""
+"""The datasets that the package brings along, arrays and token files that stay in their files, versions of data."""
 
+# promise: data larger than memory: mapped files
+# promise: a version that the data has is recorded with its digest
+
+import pickle
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import toys
+from checkpointed import run
+from loading import loader, part
 from sklearn import datasets
 from torch import Tensor
 
-from pipeline.data import characters, digits, tabular
+from pipeline.data import arrays, characters, digits, tabular, tokens
 from pipeline.data.text import VOCABULARY_SIZE
 from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Started
+from pipeline.record.recorder import Recorder
+from pipeline.record.runs import data_of
+
+HERE = "test_data"
 
 
 def tensors(split: Any) -> tuple[Tensor, ...]:
@@ -34,8 +48,7 @@ def test_digits_are_those_of_scikit_learn_in_stated_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "load"),
-    [("breast_cancer", "load_breast_cancer"), ("wine", "load_wine"), ("iris", "load_iris")],
+    ("table", "load"), [("breast_cancer", "load_breast_cancer"), ("wine", "load_wine"), ("iris", "load_iris")]
 )
 def test_tables_are_those_of_scikit_learn_in_three_sets(table: str, load: str) -> None:
     rows, classes = getattr(datasets, load)(return_X_y=True)
@@ -88,16 +101,15 @@ def text_of(tokens: Tensor) -> str:
     return "".join(map(chr, tokens.tolist()))
 
 
-def of_text(folder: Path, text: str, **arguments: Any) -> Any:
-    (folder / "text.txt").write_text(text, encoding="utf-8")
-    return characters(source=str(folder / "text.txt"), **{"validation_fraction": 0, **arguments})
-
-
 def test_targets_are_the_next_tokens_and_others_become_question_marks(tmp_path: Path) -> None:
-    train, validation = of_text(tmp_path, "abcdefghijk", context_length=4)
+    def of_text(text: str, **arguments: Any) -> Any:
+        (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+        return characters(source=str(tmp_path / "text.txt"), validation_fraction=0, **arguments)
+
+    train, validation = of_text("abcdefghijk", context_length=4)
     assert [tuple(map(text_of, train[index])) for index in range(2)] == [("abcd", "bcde"), ("efgh", "fghi")]
     assert (len(train), validation) == (2, None)
-    assert text_of(of_text(tmp_path, "na\u00efve \u2026", context_length=6)[0][0][1]) == "a?ve ?"
+    assert text_of(of_text("na\u00efve \u2026", context_length=6)[0][0][1]) == "a?ve ?"
 
 
 def test_pythons_own_text_is_sizeable_and_fits_the_vocabulary() -> None:
@@ -114,9 +126,87 @@ def test_pythons_own_text_is_sizeable_and_fits_the_vocabulary() -> None:
     assert [len(tensors(split)[0]) for split in short] == [50, 49]
 
 
+# Arrays and tokens in their files
+
+INPUTS = np.arange(60, dtype=np.float32).reshape(10, 3, 2)
+PAIR = {"inputs": "x.npy", "targets": "y.npy"}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in the working directory, good and bad."""
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", INPUTS)
+    np.save("y.npy", np.arange(10))
+    np.save("short.npy", np.arange(9))
+    np.save("one.npy", 1)
+    np.save("names.npy", np.array(["a"]))
+    np.save("objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    Path("text.npy").write_text("no array")
+    Path("raw.bin").write_bytes(bytes(8))
+    Path("odd.bin").write_bytes(b"abc")
+    Path("empty.bin").touch()
+    raw("a.bin", 11)
+
+
+def raw(name: str, count: int, *, first: int = 0) -> str:
+    np.arange(first, first + count).astype("uint16").tofile(name)
+    return name
+
+
+@pytest.mark.usefixtures("files")
+class TestMapped:
+    def test_a_batch_is_what_numpy_would_index(self) -> None:
+        train: Any
+        train, validation = arrays(**PAIR)
+        inputs, targets = train.batch([7, 0, 7])
+        assert (len(train), validation) == (10, None)
+        assert torch.equal(inputs, torch.from_numpy(INPUTS[[7, 0, 7]]))
+        assert targets.tolist() == [7, 0, 7]
+        assert torch.equal(train[3][0], torch.from_numpy(INPUTS[3]))
+        transformed: Any = arrays(**PAIR, transform=lambda image: image.flatten() * 2)[0]
+        assert transformed[4][0].tolist() == (INPUTS[4].flatten() * 2).tolist()
+        inputs.zero_()  # leaves the file alone
+        assert np.array_equal(np.load("x.npy"), INPUTS)
+
+    def test_relative_paths_begin_where_the_command_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sets: Any = arrays(**PAIR, validation_inputs="x.npy", validation_targets="y.npy")
+        monkeypatch.chdir("/")  # as a worker's may be
+        sent = pickle.dumps(sets.train)
+        assert len(pickle.loads(sent)) == len(sets.validation) == 10
+        assert INPUTS.tobytes() not in sent, "the other process maps the file"
+
+    def test_tables_are_read_a_batch_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And sample by sample for a collate of the user's."""
+        train, read = arrays(**PAIR)[0], list[Any]()
+        monkeypatch.setattr(type(train), "batch", lambda self, indices: read.append(indices) or (torch.zeros(2),) * 2)
+        for collate, expected in ((None, [[7, 3]]), (list, [[7], [3]])):
+            reader = loader(train, collate=collate)
+            read.clear()
+            list(reader.batches([part(7, 3)]))
+            assert read == expected
+
+    def test_windows_of_tokens_go_on_in_the_next_file(self) -> None:
+        np.save("b.npy", np.arange(100, 107, dtype=np.int32))
+        train: Any
+        train, validation = tokens(train=[raw("a.bin", 7), "b.npy"], validation="a.bin", length=3)
+        windows = [train[index][0].tolist() for index in range(len(train))]
+        assert windows == [[0, 1, 2], [3, 4, 5], [100, 101, 102], [103, 104, 105]]
+        inputs, following = train.batch([3, 1])
+        assert inputs.tolist() == [[103, 104, 105], [3, 4, 5]]
+        assert following.tolist() == [[104, 105, 106], [4, 5, 6]]
+        assert inputs.dtype == torch.int64
+        assert len(validation) == 2  # type: ignore[arg-type]
+        assert tokens(train=raw("a.bin", 3, first=65_533), length=2).train[0][1].tolist() == [65_534, 65_535]
+
+
+# Errors
+
 FRACTION = r"data\.validation_fraction: is {}; write a number from 0 \(no validation\) to less than 1"
+WINDOWS = {"train": "a.bin", "length": 3}
 
 
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
@@ -128,8 +218,79 @@ FRACTION = r"data\.validation_fraction: is {}; write a number from 0 \(no valida
         (tabular, {"test_fraction": 0.5, "validation_fraction": 0.5}, r"data\.test_fraction: is 0\.5, and .* No rows"),
         (characters, {"max_characters": 64, "validation_fraction": 0}, r"is 64, but the text has 64 characters; write"),
         (characters, {"source": "nowhere.txt"}, r"data\.source: can't read nowhere\.txt as UTF-8"),
+        *(
+            (arrays, {**PAIR, **changes}, rf"data\.{said}")
+            for changes, said in (
+                ({"inputs": "nowhere.npy"}, r"inputs: can't read nowhere\.npy \(No such file"),
+                ({"inputs": "text.npy"}, r"inputs: text\.npy can't be mapped \(.*\); write it with numpy\.save"),
+                ({"inputs": "raw.bin"}, r"inputs: raw\.bin can't be mapped \(only \.npy files store their dtype\)"),
+                ({"inputs": "one.npy"}, r"inputs: one\.npy can't be mapped \(it holds a single value"),
+                ({"inputs": "names.npy"}, r"inputs: names\.npy can't be mapped \(.*numpy\.str_"),
+                ({"inputs": "objects.npy"}, r"inputs: objects\.npy can't be mapped \(.*(allow_pickle|objects)"),
+                ({"targets": "short.npy"}, r"targets: short\.npy has 9 rows, but x\.npy has 10"),
+                ({"validation_inputs": "x.npy"}, r"validation_targets: missing; validation needs both"),
+            )
+        ),
+        *(
+            (tokens, {**WINDOWS, **changes}, rf"data\.{said}")
+            for changes, said in (
+                ({"train": "nowhere.bin"}, r"train: can't read nowhere\.bin"),
+                ({"train": "odd.bin"}, r".*odd\.bin can't be mapped \(its 3 bytes are not a multiple .* of uint16\)"),
+                ({"train": "empty.bin"}, r"train: empty\.bin can't be mapped"),
+                ({"train": "x.npy"}, r"train: x\.npy holds float32 of shape \(10, 3, 2\); it must be one-dimensional"),
+                ({"length": 11}, r"train: a\.bin has 11 tokens, but a window of 11 needs 12"),
+                ({"length": 0}, r"length: is 0"),
+                ({"dtype": "float32"}, r"dtype: is float32; choose one of uint8, uint16"),
+            )
+        ),
     ],
-)
-def test_impossible_arguments_are_refused(make: Any, arguments: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_impossible_arguments_and_unusable_files_are_named(make: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         make(**arguments)
+
+
+# Versions
+
+
+class Sets(tuple[Any, ...]):
+    """What a data function may return."""
+
+    version: str
+
+
+def versioned(version: Any = "", of_tuple: str = "") -> tuple[Any, ...]:
+    train_set, validation = toys.regression()
+    if version:
+        train_set.version = version  # type: ignore[attr-defined]
+    sets = Sets((train_set, validation))
+    if of_tuple:
+        sets.version = of_tuple
+    return sets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version"),
+    [
+        ({"version": "v3"}, "v3"),
+        ({"version": "v3", "of_tuple": "9f2c"}, "9f2c"),
+        ({"version": 3}, ""),  # of something else
+        ({}, ""),
+    ],
+)
+def test_the_version_is_recorded(arguments: dict[str, Any], version: str) -> None:
+    outbox = run("", data={"_target_": f"{HERE}.versioned", **arguments}, allowed=HERE)
+    (started,) = (event for event in outbox.events if isinstance(event, Started))
+    assert started.data_version == version
+
+
+def test_the_commands_find_it(tmp_path: Path) -> None:
+    event = Started(
+        time=1, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, epoch_samples=1,
+        validation_samples=0, parameters=1,
+        devices=(), data_name="lab.points", data_digest="abc", data_version="v3",
+    )  # fmt: skip
+    with closing(Recorder(tmp_path, subscribers=[])) as recorder:
+        recorder.receive(event)
+        recorder.receive(event.model_copy(update={"trial": "baseline", "data_digest": "", "data_version": ""}))
+    assert data_of(tmp_path) == {"data digest": "abc", "data version": "v3"}

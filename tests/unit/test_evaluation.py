@@ -1,37 +1,27 @@
-"""Validation counts each sample once, and neither it nor the probe changes what was trained."""
+"""Evaluations count each sample once and change no training; when they come, and when they end it."""
 
 # promise: logs and losses of an evaluation are means; each metric is that of all samples
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
 # promise: which samples form a batch depends on seed and step; each validation sample counts once
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import samples
 import torch
-import toy_contrastive
 import toys
+from checkpointed import EVERY, assert_same, run, until
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassF1Score
 
-from pipeline.errors import ExperimentError
-from pipeline.experiment.consistency import contradictions
-from pipeline.protocol.events import Metrics
-from pipeline.protocol.rank import Rank
-from pipeline.train.build import build
+from pipeline.experiment.train import EarlyStopping as Options
+from pipeline.train.built_in_hooks import EarlyStopping
 from pipeline.train.evaluate import evaluate
-from pipeline.train.gauges import Lap
-from pipeline.train.measure import probe
-from pipeline.train.meter import Meter
 from pipeline.train.order import evaluation_batches
-from pipeline.train.state import State
 
 OF = "torchmetrics.classification."
-
-
-def built(**sections: Any) -> State:
-    return build(toys.trial(**sections), rank=Rank())
 
 
 def held_out(samples: int = 10) -> tuple[Tensor, Tensor]:
@@ -39,17 +29,9 @@ def held_out(samples: int = 10) -> tuple[Tensor, Tensor]:
     return inputs.double(), targets.double()
 
 
-def test_the_validation_loss_is_the_mean_over_all_samples() -> None:
-    """10 samples in batches of 8 and 2, which a mean of means would get wrong."""
-    s = built()
-    with torch.no_grad():
-        by_hand = [float((s.model(x) - y) ** 2) for x, y in zip(*held_out(), strict=True)]
-    assert evaluate(s)["validation/loss"] == pytest.approx(math.fsum(by_hand) / 10, rel=1e-12)
-
-
 def test_metrics_are_those_of_the_whole_set_each_time() -> None:
     score = {"_target_": f"{OF}MulticlassF1Score", "num_classes": 3}
-    s = built(
+    s = toys.built(
         model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
         data={"_target_": "toys.classification"},
         loss={"_target_": "torch.nn.CrossEntropyLoss"},
@@ -57,20 +39,20 @@ def test_metrics_are_those_of_the_whole_set_each_time() -> None:
         train={"global_batch_size": 4},
     )
     inputs, targets = toys.classification()[1].tensors  # type: ignore[attr-defined]
-    expected = [
+    macro, each = (
         MulticlassF1Score(num_classes=3, average=average)(s.model(inputs.double()), targets).flatten().tolist()
         for average in ("macro", "none")
-    ]
+    )
     for _ in range(2):
         values = evaluate(s)
-        assert [values["validation/f1"]] == pytest.approx(expected[0], rel=1e-6)
-        assert [values[f"validation/each_{i}"] for i in range(3)] == pytest.approx(expected[1], rel=1e-6)
+        assert [values["validation/f1"]] == pytest.approx(macro, rel=1e-6)
+        assert [values[f"validation/each_{i}"] for i in range(3)] == pytest.approx(each, rel=1e-6)
         assert values["validation/count"] == len(targets)
 
 
 def test_metrics_whose_first_batch_is_equal_stay_apart() -> None:
     top = {"_target_": f"{OF}MulticlassAccuracy", "num_classes": 4, "average": "micro"}
-    metrics = built(metrics={"top2": {**top, "top_k": 2}, "top3": {**top, "top_k": 3}}).metrics
+    metrics = toys.built(metrics={"top2": {**top, "top_k": 2}, "top3": {**top, "top_k": 3}}).metrics
     assert metrics is not None
     for target in (0, 2):
         metrics.update(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([target]))
@@ -78,8 +60,8 @@ def test_metrics_whose_first_batch_is_equal_stay_apart() -> None:
 
 
 def test_metrics_get_outputs_of_16_bits_in_full_precision() -> None:
-    data = {"_target_": "toys.regression", "validation": 400}
-    s = built(data=data, train={"precision": "bf16"}, metrics={"pearson": {"_target_": "torchmetrics.PearsonCorrCoef"}})
+    data, pearson = {"_target_": "toys.regression", "validation": 400}, {"_target_": "torchmetrics.PearsonCorrCoef"}
+    s = toys.built(data=data, train={"precision": "bf16"}, metrics={"pearson": pearson})
     inputs, targets = held_out(400)
     with s.autocast(), torch.no_grad():
         outputs = s.model(inputs.float())
@@ -100,7 +82,7 @@ class Replayed(nn.Linear):
 
 def test_metrics_keep_the_outputs_of_each_batch() -> None:
     metrics = {"each": {"_target_": "toy_metrics.Each"}}
-    s = built(metrics=metrics)
+    s = toys.built(metrics=metrics)
     s.trial = toys.trial(metrics=metrics, train={"compile": {"mode": "max-autotune"}})
     expected = s.model(held_out()[0])[:, 0] + 1
     s.model.__class__ = Replayed
@@ -108,29 +90,17 @@ def test_metrics_keep_the_outputs_of_each_batch() -> None:
     assert [values[f"validation/each_{i}"] for i in range(10)] == pytest.approx(expected.tolist())
 
 
-@pytest.mark.parametrize("does", ["evaluate", "probe"])
 @pytest.mark.parametrize("model", ["toys.dropout_net", "toys.batch_norm_net"])
-def test_neither_evaluation_nor_probe_trains(model: str, does: str) -> None:
-    s = built(model={"_target_": model}, train={"gradient_accumulation": 2})
+def test_an_evaluation_does_not_train(model: str) -> None:
+    s = toys.built(model={"_target_": model}, train={"gradient_accumulation": 2})
     before = {name: value.clone() for name, value in s.model.state_dict().items()}
-    if does == "evaluate":
-        assert evaluate(s) == evaluate(s)
-    else:
-        s.meter = Meter(s)
-        s.meter.clock.laps.append(Lap(1, 8, 1000.0, data_wait_ms=3.0, own_wait_ms=2.0))
-        measured = probe(s, known=samples.parts(step_ms=1e6, data_wait=3.0))
-        assert (measured.exposed_communication_ms, measured.data_wait_ms, len(measured.ranks)) == (None, 3.0, 1)
+    assert evaluate(s) == evaluate(s)
     assert all(torch.equal(value, before[name]) for name, value in s.model.state_dict().items())
     assert all(parameter.grad is None for parameter in s.model.parameters())
     assert s.wrapped.training
 
 
-def test_values_of_the_test_set_are_those_of_the_best_step(tmp_path: Path) -> None:
-    trial = toys.trial(data={"_target_": "toys.with_test"}, checkpoint={"best": "validation/loss", "mode": "max"})
-    outbox = toys.Kept()
-    toys.train(trial.model_copy(update={"checkpoints": str(tmp_path)}), rank=Rank(), outbox=outbox)
-    told = [event for event in outbox.events if isinstance(event, Metrics) and event.points[0].name == "test/loss"]
-    assert [(event.step, event.epoch, event.points[0].step) for event in told] == [(3, 1, 3)]
+# Sizes of batches
 
 
 @pytest.mark.parametrize(
@@ -147,9 +117,8 @@ def test_evaluation_takes_batches_of_its_own_size_or_that_of_training(
     share = toys.experiment(train=train).train.evaluation_share(workers)
     parts = [list(evaluation_batches(10, share, rank=rank, world_size=workers)) for rank in range(workers)]
     assert max(len(part.indices) for own in parts for part in own) == largest
-    assert sorted(index for own in parts for part in own for index in part.indices) == list(range(10))
     if workers == 1:
-        assert next(len(part.indices) for part, _ in built(train=train).batches.evaluation()) == largest
+        assert next(len(part.indices) for part, _ in toys.built(train=train).batches.evaluation()) == largest
 
 
 @pytest.mark.parametrize(
@@ -163,9 +132,91 @@ def test_the_size_of_evaluation_batches_changes_no_result(data: dict[str, Any]) 
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_sizes_of_evaluation_batches_without_effect_are_refused() -> None:
-    size = {"evaluation_batch_size": 2}
-    with pytest.raises(ExperimentError, match=r"^train\.evaluation_batch_size: has no effect: the task compares all"):
-        toys.trained(**{**toy_contrastive.CASES["both"], "train": size})
-    few = toys.experiment(parallel={"workers": 3, "strategy": "ddp"}, train=size)
-    assert "train.evaluation_batch_size" in {problem.key for problem in contradictions(few)}
+# When they come
+
+
+BY_STEPS = {"epochs": 3, "evaluate_every_steps": 2}
+"""Three epochs of three steps."""
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        ({"evaluate_every_epochs": 1}, [3, 6, 9]), ({"evaluate_every_epochs": 2}, [6, 9]),
+        ({"evaluate_every_epochs": 9}, [9]), ({"evaluate_every_steps": 2}, [2, 4, 6, 8, 9]),
+    ],
+)  # fmt: skip
+def test_evaluations_come_every_so_often_and_at_the_end(every: dict[str, int], steps: list[int]) -> None:
+    each, kept = (toys.trained(train={"epochs": 3, **often})[1] for often in ({"evaluate_every_steps": 1}, every))
+    assert [point.step for point in kept.points("validation/loss")] == steps
+    assert kept.series("train/loss") == each.series("train/loss"), "evaluation doesn't change training"
+    assert kept.series("validation/loss") == [each.series("validation/loss")[step - 1] for step in steps]
+
+
+def test_the_best_evaluation_has_a_checkpoint(tmp_path: Path) -> None:
+    kept = run(tmp_path, train=BY_STEPS, checkpoint={"best": "validation/loss"})
+    assert set(kept.saved) == {2, 3, 4, 6, 8, 9}, "those of evaluations, and the ends of epochs"
+
+
+# Early stopping
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "stop"),
+    [
+        ({"patience": 2}, [3, 2, 2, 1, 1, 2], "000001"),  # evaluations in a row
+        ({"patience": 1, "mode": "max"}, [1, 2, 2], "001"),
+        ({"patience": 2, "min_delta": 1.0}, [3, 2, 2], "001"),  # an improvement of min_delta is none
+        ({"patience": 1, "min_delta": 1.0}, [3, 1.9, 0.8], "000"),
+        ({"patience": 1}, [math.nan], "1"),
+        ({"patience": 2}, [math.nan, 2, math.nan, math.nan], "0001"),
+    ],
+)
+def test_it_counts_evaluations_without_an_improvement(options: dict[str, Any], values: list[float], stop: str) -> None:
+    hook = EarlyStopping(Options(**options), direction="max" if "mode" in options else "min")
+    s: Any = SimpleNamespace(stop_reason="", step=0)
+    found = ""
+    for value in values:
+        s.step += 1
+        hook.after_evaluation(s, {"validation/loss": value})
+        found += "1" if s.stop_reason else "0"
+    assert found == stop
+
+
+def test_training_ends_and_says_why() -> None:
+    result, kept = toys.trained(train={"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.02}})
+    losses = kept.series("validation/loss")
+    best = losses[-3]
+    assert result.steps == 3 * len(losses) < 60
+    assert result.epochs == len(losses)
+    assert all(best - value <= 0.02 for value in losses[-2:])
+    assert result.stopped_early == (
+        f"validation/loss has not improved from {best:.4g} (step {result.steps - 6}) in 2 evaluations"
+    )
+    assert result.whole_training == 22 * len(losses)
+    assert len(kept.series("train/loss")) == result.steps
+
+
+PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "threshold": 10.0}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.2}}},
+        {"train": {**BY_STEPS, "scheduler_interval": "epoch", "early_stopping": {"patience": 2, "min_delta": 0.03}},
+         "scheduler": PLATEAU},
+    ],
+    ids=["by epochs", "by steps"],
+)  # fmt: skip
+def test_a_resumed_training_evaluates_and_ends_at_the_same_steps(tmp_path: Path, sections: dict[str, Any]) -> None:
+    whole = run(tmp_path / "whole", **EVERY, **sections)
+    last = whole.result.steps
+    assert whole.result.stopped_early
+    assert last > 3
+    for step in sorted({1, 2, last - 4, last - 1, last} - {0}):
+        left = until(step, folder=tmp_path / "whole", to=tmp_path / str(step))
+        again = run(left, resume=True, **EVERY, **sections)
+        assert (again.result.steps, again.result.stopped_early) == (last, whole.result.stopped_early)
+        if step < last:
+            assert_same(again, whole, after=step)

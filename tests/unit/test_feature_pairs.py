@@ -11,21 +11,14 @@ import torch
 import toys
 from toy_features import PAIRS, Loop, sections_of
 
-from pipeline.protocol.rank import Rank
-from pipeline.train import State
-from pipeline.train.build import build
 from pipeline.train.built_in_hooks import Ema
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-def built(*names: str) -> State:
-    return build(toys.trial(**sections_of(names)), rank=Rank())
-
-
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
 def test_they_train_as_a_loop_in_plain_torch(names: tuple[str, ...]) -> None:
-    s = built(*names)
+    s = toys.built(**sections_of(names))
     loop = Loop(s, names)
     stream = s.batches.stream(0, last_step=s.total_steps)
     for step in range(s.total_steps):
@@ -43,7 +36,7 @@ def test_they_train_as_a_loop_in_plain_torch(names: tuple[str, ...]) -> None:
 
 def test_a_step_that_failed_leaves_nothing_to_the_next_one() -> None:
     names = ("counts", "accumulation")
-    s, twin = built(*names), built(*names)
+    s, twin = (toys.built(**sections_of(names)) for _ in range(2))
     streams = [one.batches.stream(0, last_step=2) for one in (s, twin)]
     for one, stream in zip((s, twin), streams, strict=True):
         one.train_step(one, stream, step=0)

@@ -1,37 +1,45 @@
-"""Frozen parameters: bit-equal afterwards, without gradient and decay, their batch statistics fixed."""
+"""What is trained: frozen parameters are bit-equal afterwards, those of a loss or task are trained with the model's."""
 
 # promise: state outside of checkpoints is saved or named; parameters that start or stop learning
 # promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import toys
-from checkpointed import run
+from checkpointed import assert_same, resumed
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
+from pipeline import registry
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Started
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
 from pipeline.train.checks import find_coupled_buffers
+from pipeline.train.names import named
 from pipeline.train.optim import freeze, hold_statistics, stays_in_evaluation
+from pipeline.train.ranks import whole
 
+HERE = "test_frozen"
 NET = {"_target_": "toys.NormedNet"}
 BODY = {"freeze": ["body.*"]}
 
 
 @pytest.mark.parametrize("train", [{}, {"ema": True}], ids=["plain", "averaged"])
-def test_frozen_ones_are_as_before_to_the_bit(train: dict[str, Any]) -> None:
-    s = build(toys.trial(model=NET, train=BODY), rank=Rank())
+def test_frozen_ones_are_as_before_to_the_bit_without_gradient_and_decay(train: dict[str, Any]) -> None:
+    s = toys.built(model=NET, train=BODY)
     before = {name: one.clone() for name, one in s.model.state_dict().items()}
     assert [name for name, one in s.model.named_parameters() if one.requires_grad] == ["head.weight", "head.bias"]
     assert s.parameters[""] == list(s.model.head.parameters())  # type: ignore[union-attr]
 
     optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5}
     _, outbox = toys.trained(model=NET, optimizer=optimizer, train={**BODY, **train})
-    after = outbox.files["model/weights.pt"]
+    after = outbox.weights
     assert [name for name in after if not torch.equal(after[name], before[name])] == ["head.weight", "head.bias"]
     (started,) = (event for event in outbox.events if isinstance(event, Started))
     assert (started.parameters, started.frozen) == (5, 24)
@@ -65,7 +73,7 @@ LSTM = {"_target_": "torch.nn.LSTM", "input_size": 3, "hidden_size": 1, "num_lay
     ],
 )
 def test_layers_that_depend_on_the_ranks_are_named(sections: dict[str, Any], expected: tuple[str, ...]) -> None:
-    assert find_coupled_buffers(build(toys.trial(**sections), rank=Rank())) == expected
+    assert find_coupled_buffers(toys.built(**sections)) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,7 @@ def test_layers_that_depend_on_the_ranks_are_named(sections: dict[str, Any], exp
     [
         (
             ["head.*", "boddy.*"],
-            r"train\.freeze\[1\]: boddy\.\* matches no parameter .*; did you mean body\.\*\?; there",
+            r"train\.freeze\[1\]: boddy\.\* matches no parameter .*; did you mean body\.\*\?; ther",
         ),
         (["body"], r"train\.freeze\[0\]: body matches no parameter of the model; did you mean body\.\*\?"),
         (["q", "zz"], r"q matches no .* body\.0\.weight, .*\n.*zz matches no"),
@@ -90,19 +98,66 @@ def test_a_part_that_stops_learning_in_training_is_still_frozen_after_a_resume(
     train: dict[str, Any], tmp_path: Path
 ) -> None:
     """As in a loop in plain torch, whose optimizer skips what has no gradient."""
-
     sections: dict[str, Any] = {
         "model": {"_target_": "toys.Switching", "learns": [True, False]},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+        "train": {"epochs": 4, **train},
     }
-    whole, _, resumed = (
-        run(tmp_path / folder, **sections, resume=resume, train={"epochs": epochs, **train})
-        for folder, epochs, resume in (("whole", 4, False), ("half", 2, False), ("half", 4, True))
+    again, whole = resumed(tmp_path, after=6, **sections)
+    assert again.resumed == [6]
+    assert all(torch.equal(one, again.weights[name]) for name, one in whole.weights.items())
+
+
+# Parameters of a loss or task, as "task.NAME"
+
+
+@pytest.fixture(params=registry.names("strategies"))
+def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each strategy in one process, with what it needs."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def test_a_resumed_training_goes_on_with_what_the_loss_has_learned(tmp_path: Path, strategy: str) -> None:
+    again, whole = resumed(
+        tmp_path, after=3, strategy=strategy, loss={"_target_": "toys.Uncertain"},
+        optimizer={"_target_": "torch.optim.Adam", "lr": 0.05},
+        train={"clip_grad_norm": 0.5, "ema": {"decay": 0.5}},
+    )  # fmt: skip
+    assert_same(again, whole, after=3)
+    names = ["weight", "bias", "task.loss.scale", "task.loss.calls", "task.loss.factor"]
+    assert list(whole.weights) == names, "not what is frozen"
+    assert float(whole.weights["task.loss.scale"]) != 0
+
+
+def test_of_a_loss_without_parameters_nothing_is_sent() -> None:
+    weighted = {"_target_": "torch.nn.CrossEntropyLoss", "weight": [1, 2, 3]}
+    _, outbox = toys.trained(
+        model={"_target_": "toys.likely_net"}, data={"_target_": "toys.classification"}, loss=weighted
     )
-    assert resumed.resumed == [6]
-    assert all(torch.equal(one, resumed.weights[name]) for name, one in whole.weights.items())
+    assert list(outbox.files["model/weights.pt"]) == ["0.weight", "0.bias"]
+    assert not {"model/loss.pt", "model/task.pt"} & outbox.files.keys()
 
 
-def test_a_part_that_starts_learning_in_training_is_named() -> None:
-    with pytest.raises(ExperimentError, match=r"model: body\.weight, body\.bias require a gradient after step 3"):
-        toys.trained(model={"_target_": "toys.Switching", "learns": [False, True]})
+class Plain:
+    """A task that is no module."""
+
+    def __init__(self) -> None:
+        self.head, self.centre, self.name = nn.Linear(1, 1), nn.Parameter(torch.ones(1)), "plain"
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return (self.head(model(batch[0])) - self.centre - batch[1]).square().mean()
+
+
+def test_attributes_of_a_plain_task_are_trained(strategy: str) -> None:
+    trial = toys.trial(loss=None, task={"_target_": f"{HERE}.Plain"}, allowed=HERE)
+    s = build(trial.model_copy(update={"strategy": strategy}), rank=Rank())
+    before = {name: whole(one.detach()).clone() for name, one in named(s.trainee).items()}
+    assert list(before) == ["weight", "bias", "task.centre", "task.head.weight", "task.head.bias"]
+    s.train_step(s, s.batches.stream(0, last_step=1), step=0)
+    assert not any(torch.equal(whole(one.detach()), before[name]) for name, one in named(s.trainee).items())
+
+
+def test_a_model_may_have_a_part_named_task_where_the_task_has_no_parameters() -> None:
+    toys.built(model={"_target_": "toys.with_a_part_named_task"})

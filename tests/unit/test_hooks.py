@@ -1,32 +1,34 @@
-"""A user adds a hook to a training in one file, and names it in the experiment."""
+"""What hooks into a step: a user's own hook, averages (EMA), transforms of micro-batches.
+
+What each does to a step next to a loop in plain torch: test_feature_pairs.py. What they must not return:
+test_training_errors.py.
+"""
 
 # promise: the loop and the step do not know the built-in hooks
 # promise: a hook in a user's file changes steps, follows evaluations, and is saved and resumed
+# promise: MixUp and other transforms of training batches: seeded, resumed to the bit, never in an evaluation
 
 import re
 from pathlib import Path
 from typing import Any
 
+import checkpointed
 import pytest
 import torch
 import toys
-from torch import nn
+from checkpointed import assert_same, resumed
 
 import pipeline
 from pipeline.errors import ExperimentError
 from pipeline.experiment import components
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial_result import TrialResult
-from pipeline.train.build import build
-from pipeline.train.run import train
+from pipeline.protocol.trial_result import BATCH_TRANSFORM
+from pipeline.train.built_in_hooks import Ema
+from pipeline.train.evaluate import evaluate
 
 HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
 
 
-def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialResult, toys.Kept]:
-    outbox = toys.Kept()
-    trial = toys.trial(**sections).model_copy(update={"checkpoints": str(folder), "resume": resume})
-    return train(trial, rank=Rank(), outbox=outbox), outbox
+HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
 
 
 def test_only_the_build_knows_the_built_in_hooks() -> None:
@@ -34,37 +36,22 @@ def test_only_the_build_knows_the_built_in_hooks() -> None:
     assert [file.name for file in files if "built_in_hooks" in file.read_text(encoding="utf-8")] == ["build.py"]
 
 
-def test_it_changes_the_step_as_a_loop_by_hand_does() -> None:
-    hooks = [{**HALVED, "doubles": True}]
-    s = build(toys.trial(hooks=hooks, train={"clip_grad_norm": 0.5, "gradient_accumulation": 2}), rank=Rank())
-    model = nn.Linear(3, 1).double()
-    model.load_state_dict(s.model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    stream = s.batches.stream(0, last_step=s.total_steps)
-    for step in range(s.total_steps):
-        inputs, targets = s.batches.place(s.batches.read(s.order.global_batch(step).tolist()))
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(2 * inputs), targets).backward()
-        for parameter in model.parameters():
-            parameter.grad /= 2
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # of what the hook has made
-        optimizer.step()
-        s.train_step(s, stream, step=step)
-        for name, one in s.model.named_parameters():
-            torch.testing.assert_close(one, dict(model.named_parameters())[name], rtol=1e-12, atol=1e-12)
-
-
-def test_its_state_is_saved_and_resumed(tmp_path: Path) -> None:
-    sections = {"hooks": [HALVED, MEAN]}
-    whole, expected = run(tmp_path / "whole", **sections)
-    run(tmp_path / "half", **sections, train={"epochs": 1})
-    resumed, kept = run(tmp_path / "half", resume=True, **sections)
-
-    assert resumed.metrics == whole.metrics
-    assert kept.series("means/steps")[-1] == resumed.steps == 6
-    assert kept.series("validation/loss")[-1] == expected.series("validation/loss")[-1]
-    for name, weights in expected.files["model/weights.pt"].items():
-        assert torch.equal(kept.files["model/weights.pt"][name], weights)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"hooks": [HALVED, MEAN]},
+        {"train": {"ema": {"decay": 0.8}, "precision": "fp32"}, "model": {"_target_": "toys.Branches"}},
+        {"train": {"batch_transform": {"_target_": "toy_features.MixUp"}}},
+    ],
+    ids=["own", "averages", "transform"],
+)
+def test_its_state_is_saved_and_resumed_to_the_bit(tmp_path: Path, sections: dict[str, Any]) -> None:
+    again, whole = resumed(tmp_path, after=2, **sections)
+    assert again.resumed == [2]
+    assert_same(again, whole, after=2)
+    assert again.result.metrics == whole.result.metrics
+    if "hooks" in sections:
+        assert again.series("means/steps")[-1] == 6
 
 
 def test_it_reports_and_gives_the_weights_that_are_evaluated() -> None:
@@ -77,14 +64,11 @@ def test_it_reports_and_gives_the_weights_that_are_evaluated() -> None:
     assert kept.series("train/averaged")[-1] == 6
 
 
-def test_it_ends_the_training() -> None:
+def test_it_ends_the_training_with_a_checkpoint_between_reports(tmp_path: Path) -> None:
     result, _ = toys.trained(hooks=[{"_target_": "toy_own.Ending", "after": 3}])
     assert (result.steps, result.stopped_early) == (3, "3 steps are enough")
-
-
-def test_it_ends_the_training_with_a_checkpoint_between_reports(tmp_path: Path) -> None:
-    result, kept = run(tmp_path, hooks=[{"_target_": "toy_own.EndingAtStep"}])
-    assert (result.steps, result.stopped_early) == (2, "two steps are enough")
+    kept = checkpointed.run(tmp_path, hooks=[{"_target_": "toy_own.EndingAtStep"}])
+    assert (kept.result.steps, kept.result.stopped_early) == (2, "two steps are enough")
     assert (tmp_path / "step-00000002").is_dir()
     assert kept.points("train/loss")[-1].step == 2
 
@@ -97,51 +81,113 @@ def test_gradients_that_it_puts_in_place_are_clipped() -> None:
         assert replaced.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-6)
 
 
-def test_it_may_not_drop_samples() -> None:
-    with pytest.raises(ExperimentError, match=r"hooks: transform\(\) returned 4 of 8 samples"):
-        toys.trained(hooks=[{"_target_": "toy_own.Halving"}])
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ({"_target_": "toy_own.WithCount", "count": -3}, "task: returned a negative Loss.count"),
-        ({"_target_": "toy_own.Constant"}, "task: returned a loss that does not depend on any parameter"),
-    ],
-)
-def test_a_task_without_a_usable_loss_is_named(task: dict[str, Any], message: str) -> None:
-    with pytest.raises(ExperimentError, match=re.escape(message)):
-        toys.trained(task=task, loss=None)
-
-
-@pytest.mark.parametrize(
-    ("hooks", "message"),
-    [
-        ([{"_target_": "toy_own.no_hook"}], "hooks[0]: is a int, not a pipeline.train.Hook; derive it from Hook"),
-        ([MEAN, HALVED, MEAN], "hooks[2]: is a second toy_own.Mean; list each hook once"),
-    ],
-)
-def test_what_is_no_hook_is_refused(hooks: list[Any], message: str) -> None:
-    with pytest.raises(ExperimentError, match=re.escape(message)):
-        build(toys.trial(hooks=hooks), rank=Rank())
-
-
-@pytest.mark.parametrize(
-    ("method", "value", "message"),
-    [
-        ("report", [1], "report returned list; return numbers by name, or {}"),
-        ("report", {"loss": 9.0}, " reports loss, which is taken"),
-        ("after_evaluation", {"x": "high"}, "after_evaluation returned dict; return numbers by name, or {}"),
-        ("after_evaluation", {"validation/loss": 1.0}, "after_evaluation returned a value of validation/loss, which"),
-    ],
-)
-def test_what_a_method_must_not_return_names_it(method: str, value: Any, message: str) -> None:
-    message = f"hooks: toy_own.Returning{message if message.startswith(' ') else f'.{message}'}"
-    with pytest.raises(ExperimentError, match=re.escape(message)):
-        toys.trained(hooks=[{"_target_": "toy_own.Returning", "method": method, "value": value}])
-
-
 def test_its_arguments_are_checked_before_anything_starts() -> None:
     experiment = toys.experiment(hooks=[HALVED, {"_target_": "toy_own.Ending", "before": 3}])
     (problem, *_) = components.check(experiment, allowed=("toy_own", "toys", "torch")).problems
     assert problem.key.startswith("hooks[1]")
+
+
+# Averages
+
+
+DECAY = 0.8
+
+
+MODEL: dict[str, Any] = {
+    "model": {"_target_": "toys.Branches"},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.005},
+}
+
+
+@pytest.mark.parametrize("start_step", [0, 2])
+def test_averages_are_those_of_the_definition(start_step: int) -> None:
+    s = toys.built(**MODEL, train={"ema": {"decay": DECAY, "start_step": start_step}})
+    expected: dict[str, torch.Tensor] = {}
+    stream = s.batches.stream(0, last_step=3)
+    for step in range(3):
+        s.train_step(s, stream, step=step)
+        s.step += 1
+        trained = {name: own.clone() for name, own in s.model.state_dict().items()}
+        for name, own in trained.items():
+            is_averaged = name in dict(s.model.named_parameters()) or "running" in name
+            mixes = is_averaged and step >= max(1, start_step)
+            expected[name] = DECAY * expected[name] + (1 - DECAY) * own if mixes else own
+    with toys.hook(s, Ema).evaluating(s):
+        averages = s.model.state_dict()
+        for name, own in expected.items():
+            torch.testing.assert_close(averages[name], own, rtol=1e-14, atol=1e-14, equal_nan=True)
+        assert not torch.equal(averages["first.weight"], trained["first.weight"])
+        assert not torch.equal(averages["blocks.0.norm.running_var"], trained["blocks.0.norm.running_var"])
+        assert averages["blocks.0.mask"].tolist() == [0.0, float("-inf")]  # a mean of infinities would be NaN
+        assert averages["blocks.0.norm.num_batches_tracked"] == 3
+    assert all(torch.equal(s.model.state_dict()[name], own) for name, own in trained.items())
+
+
+def test_averages_are_evaluated_and_logged_and_training_goes_on_without_them() -> None:
+    _, plain = toys.trained(**MODEL)
+    result, outbox = toys.trained(**MODEL, train={"ema": {"decay": DECAY}})
+    assert outbox.series("train/loss") == plain.series("train/loss")
+    assert outbox.series("validation/loss") != plain.series("validation/loss")
+    s = toys.built(**MODEL)
+    s.model.load_state_dict(outbox.weights)
+    assert evaluate(s) == {"validation/loss": result.metrics["validation/loss"]}
+
+
+@pytest.mark.parametrize(("decay", "shares"), [(0.999, [["99%"]]), (0.5, [])])
+def test_a_decay_that_is_too_slow_for_the_training_is_warned_of(decay: float, shares: list[list[str]]) -> None:
+    toys.built(train={"ema": {"decay": decay}}, outbox=(outbox := toys.Kept()))  # six steps
+    assert [re.findall(r"[0-9]+%", message) for message in outbox.warnings] == shares
+
+
+def test_a_model_of_several_types_is_averaged() -> None:
+    s = toys.built(model={"_target_": "toys.Adapted"}, train={"precision": "fp32", "ema": {"decay": DECAY}})
+    own, hook = dict(s.trainee.named_parameters()), toys.hook(s, Ema)
+    before = {name: one.detach().clone() for name, one in own.items()}
+    for _ in range(2):
+        hook.after_step(s)
+        s.step += 1
+        with torch.no_grad():
+            for one in own.values():
+                one += 2
+    assert {one.dtype for one in own.values()} == {torch.float32, torch.bfloat16}
+    for name, average in hook.averages.items():
+        torch.testing.assert_close(average, before[name] + 2 * (1 - DECAY), rtol=0, atol=0.01)
+
+
+# Transforms
+
+
+MIXUP = {"_target_": "toy_features.MixUp"}
+
+
+CLASSES: dict[str, Any] = {
+    "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
+    "data": {"_target_": "toys.classification"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss", "weight": [1.0, 2.0, 3.0]},
+    "train": {"batch_transform": {**MIXUP, "classes": 3}, "gradient_accumulation": 2},
+}
+
+
+def test_a_transform_is_in_no_evaluation_and_the_result_names_what_it_depends_on() -> None:
+    accuracy = {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 3}
+    sections = {
+        **CLASSES,
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},
+        "metrics": {"accuracy": {**accuracy, "on": ["train", "validation"]}},
+    }
+    result, mixed = toys.trained(**sections)
+    _, plain = toys.trained(**{**sections, "train": {}})
+    assert mixed.series("validation/loss") == plain.series("validation/loss")
+    assert mixed.series("train/loss") != pytest.approx(plain.series("train/loss"))
+    assert all(0 <= value <= 1 for value in mixed.series("train/accuracy"))  # of the class with the largest part
+    assert len(mixed.series("train/accuracy")) >= 2
+    assert BATCH_TRANSFORM in result.coupling
+    assert any("depends on the number of workers" in note for note in result.data_notes)
+
+
+def test_a_batch_that_is_not_a_pair_is_not_transformed() -> None:
+    s = toys.built(train={"batch_transform": MIXUP})
+    part, (inputs, _) = next(s.batches.stream(0, last_step=1))
+    said = r"train\.batch_transform: a batch is a mapping with the keys x, .*loader"
+    with pytest.raises(ExperimentError, match=said):
+        s.train_step(s, iter([(part, {"x": inputs})]), step=0)

@@ -1,32 +1,31 @@
-"""Iterable datasets: the batches of their order, validation whole, resumed by state or by reading again."""
+"""Iterable datasets: the batches of their order, validation whole, resumed by state or by reading again.
+
+What a stream can't do is refused: test_training_errors.py.
+"""
 
 # promise: iterable datasets: indexed samples in this order, 1 and 2 workers, resumed by state or by reading again
 
-import shutil
 from pathlib import Path
 from typing import Any
 
+import checkpointed
 import pytest
 import samples
 import toy_streams
 import toys
+from checkpointed import EVERY, Saving, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import epoch_of
 
 from pipeline.drive import preflight
-from pipeline.errors import ExperimentError, TrainingError
 from pipeline.plan.describe import describe
 from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
-from pipeline.protocol.events import Warned
-from pipeline.protocol.rank import Rank
 from pipeline.train import measure
 from pipeline.train.iterable import IterableLoader
-from pipeline.train.manifest import folder_name
 from pipeline.train.order import SampleOrder, evaluation_batches
 from pipeline.train.reader import Collation
-from pipeline.train.run import train
 
 ENDLESS = {"epochs": None, "steps": 9, "global_batch_size": 8}
 
@@ -59,21 +58,17 @@ def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
 # Resumed
 
 
-def run(folder: Path, kind: str, *, resume: bool = False, steps: int = 9, measures: bool = False) -> toys.Kept:
+def run(folder: Path, kind: str, **more: Any) -> Saving:
     has_length = issubclass(getattr(toy_streams, kind), toy_streams.Sized)
-    sections: dict[str, Any] = {} if has_length else {"train": {**ENDLESS, "steps": steps}}
-    trial = toys.trial(data=data(kind), checkpoint={"every_steps": 1, "keep": 100}, measures=measures, **sections)
-    kept = toys.Kept()
-    train(trial.model_copy(update={"checkpoints": str(folder), "resume": resume}), rank=Rank(), outbox=kept)
-    return kept
+    sections: dict[str, Any] = {} if has_length else {"train": ENDLESS}
+    return checkpointed.run(folder, data=data(kind), **EVERY, **sections, **more)
 
 
 def continued(root: Path, kind: str, *, stopped: int, **more: Any) -> tuple[list[float], list[str]]:
     """Losses of a training that was resumed from a checkpoint of the one in ``root / "whole"``, and its warnings."""
-    folder = root / str(stopped)
-    shutil.copytree(root / "whole" / folder_name(stopped), folder / folder_name(stopped))
-    again = run(folder, kind, resume=True, **more)
-    return losses(again, after=stopped), [event.message for event in again.events if isinstance(event, Warned)]
+    left = until(stopped, folder=root / "whole", to=root / str(stopped))
+    again = run(left, kind, resume=True, **more)
+    return losses(again, after=stopped), again.warnings
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Stateful", "Code", "Demanding", "Shuffled"])
@@ -154,63 +149,20 @@ class _Numbers(toys.SizedStream):
         return self._length
 
 
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"data": data("Plain")}, r"train\.epochs: is 2, but the training set is iterable and has no length"),
-        ({"data": data("Sized"), "sampler": {"_target_": "toy_streams.in_order"}}, "sampler: does not apply to an it"),
-        ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, but the training set is"),
-        (
-            {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},
-            r"loader\.num_workers: is 2, but the validation set is iterable",
-        ),
-        ({"data": data("Sized", samples=0)}, "data: the training set is empty"),
-        ({"data": data("Plain", samples=0), "train": ENDLESS}, "the training set has no sample 0, counted from 0"),
-    ],
-)
-def test_what_a_stream_can_not_do_is_refused(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises((ExperimentError, TrainingError), match=message):
-        toys.trained(**sections)
-
-
-@pytest.mark.parametrize(
-    ("stream", "message"),
-    [
-        (data("Failing"), "sample 10 of the training set can't be read: OSError: the connection broke"),
-        (data("Longer", by=1), "the training set returned more samples than its length, 22; correct its __len__"),
-        (data("Longer", by=-1), "the training set has no sample 21, counted from 0, in epoch 1"),
-    ],
-)
-def test_a_stream_that_ends_early_or_late_is_told(stream: dict[str, Any], message: str) -> None:
-    with pytest.raises(TrainingError, match=message):
-        toys.trained(data=stream)
-
-
 # Plan
 
 
 @pytest.mark.parametrize(
     ("kind", "train", "expected"),
     [
-        (
-            "Sized",
-            {},
-            ["train_samples: 22 validation_samples: 10", "total_steps: 6 epochs: 2", "reads the dataset again"],
-        ),
-        (
-            "Stateful",
-            ENDLESS,
-            [
-                *("no GPU validation_samples: 10", "total_steps: 9 steps: 9 global_batch_size: 8"),
-                *("restores the dataset's state_dict", "Validation runs only when training ends; set train.evaluate"),
-                "A checkpoint is saved only when training ends; set checkpoint.every_steps",
-            ],
-        ),
+        ("Sized", {}, ["train_samples: 22 validation_samples: 10", "total_steps: 6 epochs: 2", "reads the dataset ag"]),
+        ("Stateful", ENDLESS, [
+            "no GPU validation_samples: 10", "total_steps: 9 steps: 9 global_batch_size: 8",
+            "restores the dataset's state_dict", "Validation runs only when training ends; set train.evaluate",
+            "A checkpoint is saved only when training ends; set checkpoint.every_steps",
+        ]),
     ],
-)
+)  # fmt: skip
 def test_the_plan_says_what_is_promised(kind: str, train: dict[str, Any], expected: list[str]) -> None:
     experiment = toys.experiment(data=data(kind, validation=True), train=train)
     sizes = preflight.data_sizes(experiment, allowed=("torch", "toy_streams"))

@@ -1,6 +1,7 @@
-"""Batches from micro-batches: the same whatever serves them, and errors that name what is wrong with the data."""
+"""Batches from micro-batches: the same whatever serves them, on the device, and errors that name what is wrong."""
 
 # promise: what a sample draws is the same at any world size, with any loader, after a resume
+# promise: a collate that draws does not reach an evaluation unless declared
 
 import pickle
 import random
@@ -12,15 +13,18 @@ import pytest
 import torch
 import toys
 from loading import SEED, loader, part
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.tasks import Loss
 from pipeline.train.batches import held_out_size
-from pipeline.train.loader import to_device
 from pipeline.train.order import MicroBatch
 from pipeline.train.reader import unwrap
 from pipeline.train.seeds import mix, seed_all
 
+HERE = "test_loader"
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
 CPU = torch.device("cpu")
 
@@ -81,7 +85,7 @@ def test_reading_leaves_the_generators_alone(dataset: Dataset[Any]) -> None:
     assert states() == before
 
 
-# Random numbers
+# Random numbers of samples
 
 
 def itself(index: int) -> float:
@@ -211,9 +215,6 @@ def test_what_another_thread_draws_once_is_not_taken_for_a_draw_of_the_dataset(d
     assert not any(reader._reader.draws)
 
 
-# Epochs
-
-
 def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although it is read for checks as well, and by a validation set that is a part of it."""
     dataset = toys.InEpochs()
@@ -230,7 +231,7 @@ def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch(monkeypatch: pytest.M
         list(training.batches([part(1, epoch=2)]))
 
 
-# Kinds of datasets
+# Kinds of datasets and samples
 
 
 def test_a_batch_in_one_piece_needs_a_collate_function() -> None:
@@ -278,21 +279,137 @@ def test_data_must_be_map_style_and_not_empty(dataset: Any, message: str | None)
     assert str(caught.value).startswith(message)
 
 
-# To the device
+# Collate functions that return another number of rows than they got, or draw
+
+POINTS = [(torch.full((3,), float(index)), torch.tensor([float(index)])) for index in range(9)]
 
 
-def test_only_floating_point_inputs_are_cast() -> None:
-    batch = {"x": torch.ones(2), "c": torch.ones(2) * 1j, "n": [torch.ones(2, dtype=torch.int32)], "name": "a"}
-    moved = to_device(batch, device=CPU, dtype=torch.float64)
-    assert (moved["x"].dtype, moved["n"][0].dtype, moved["name"]) == (torch.float64, torch.int32, "a")
-    assert moved["c"].dtype is torch.complex128
-    assert to_device(batch, device=CPU, dtype=None)["x"].dtype is torch.float32
+def unreadable(at: tuple[int, ...] = (), validation: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    """Points of which some are None."""
+    sets = ([None if index in bad else point for index, point in enumerate(POINTS)] for bad in (at, validation))
+    return toys.Plain(next(sets)), toys.Plain(next(sets))
 
 
-def test_a_batch_of_a_gpu_is_copied_to_the_cpu_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands for the GPU, from which there is nothing to copy."""
-    copies: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *given, **options: copies.append((*given, options)) or self)
-    for device in ("cpu", "meta"):
-        to_device([torch.zeros(2, device="meta")], device=torch.device(device), dtype=None)
-    assert [(copy[0].type, copy[-1]["non_blocking"]) for copy in copies] == [("cpu", False), ("meta", True)]
+def dropping() -> Any:
+    return lambda samples: default_collate([sample for sample in samples if sample is not None])
+
+
+def along_time() -> Any:
+    """Return a collate function that stacks along the second dimension."""
+    return lambda samples: [torch.stack(field, 1) for field in zip(*samples, strict=True)]
+
+
+class Transposed:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        inputs, targets = (torch.stack(list(one), 1).double() if isinstance(one, tuple) else one for one in batch)
+        return Loss((model(inputs.T) - targets.T).square().sum())
+
+
+class Counted:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        errors: Tensor = (model(batch[0]) - batch[1]).square()
+        return Loss(errors.sum(), torch.tensor(len(errors)))
+
+
+DEFAULT = {"_target_": "torch.utils.data.default_collate"}
+FROZEN = {"_target_": "torch.optim.SGD", "lr": 0.0}
+
+
+def target(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{HERE}.{name}", **arguments}
+
+
+def trained(data: dict[str, Any] | None = None, **sections: Any) -> tuple[TrialResult, toys.Kept]:
+    train = {"epochs": 1, "global_batch_size": 4, "gradient_accumulation": 2}
+    return toys.trained(data=target("unreadable", **data or {}), train=train, allowed=HERE, **sections)
+
+
+@pytest.mark.parametrize(
+    ("data", "loader", "said"),
+    [
+        ({"at": [5]}, {}, r"loader.collate: returned 1 rows for 2 samples of the training set\. Losses are"),
+        ({"validation": [3]}, {}, "loader.collate: returned 1 rows for 2 samples of the validation set"),
+        ({"at": [0]}, {}, r"data: sample 0 is None\. Leave unreadable samples out of the dataset"),
+        ({"validation": [3]}, {"collate": DEFAULT, "evaluation_collate": target("dropping")},
+         "loader.evaluation_collate: returned 1 rows for 2 samples of the validation set"),
+        ({}, {"evaluation_collate": {"_target_": "toys.broken_collate"}}, "loader.evaluation_collate failed on s"),
+    ],
+)  # fmt: skip
+def test_a_collate_that_leaves_samples_out_is_refused(data: dict[str, Any], loader: dict[str, Any], said: str) -> None:
+    with pytest.raises((ExperimentError, TrainingError), match=said):
+        trained(data, loader={"collate": target("dropping"), **loader})
+
+
+def test_other_layouts_of_a_batch_are_taken() -> None:
+    _, turned = trained(loss=None, task=target("Transposed"), loader={"collate": target("along_time")})
+    assert turned.series("train/loss") == pytest.approx(trained()[1].series("train/loss"))
+
+
+def test_a_task_that_counts_may_leave_samples_out() -> None:
+    """The rows that are there weigh, so the mean is that over all of them."""
+
+    def total(*without: int) -> float:
+        sections = {"loss": None, "task": target("Counted"), "optimizer": FROZEN}
+        kept = trained({"validation": without}, **sections, loader={"collate": target("dropping")})[1]
+        return (9 - len(without)) * kept.series("validation/loss")[-1]
+
+    assert total(2, 5) == pytest.approx(total(2) + total(5) - total())
+    assert total(2) != pytest.approx(total())
+
+
+def test_a_size_of_the_global_batch_that_batch_norm_cannot_train_is_refused_with_one_that_it_can() -> None:
+    sections = {"model": {"_target_": "toys.batch_norm_net"}}
+    with pytest.raises(ExperimentError, match=r"global batch of 1, but .* leaves 4 or more to the last"):
+        toys.trained(**sections, train={"global_batch_size": 7, "gradient_accumulation": 2})
+    toys.trained(**sections, train={"global_batch_size": 6, "gradient_accumulation": 2})
+
+
+RANDOM: dict[str, Callable[[], float]] = {
+    "torch": lambda: torch.rand(()).item(), "Python": random.random, "NumPy": np.random.random_sample,
+    "its own generator": np.random.default_rng(0).random, "a forked generator": lambda: restored(0),
+    "only in whole batches": random.random,
+}  # fmt: skip
+
+
+def drawing(how: str) -> Any:
+    """Return a collate function that replaces inputs by random numbers."""
+
+    def collate(samples: list[Any]) -> Any:
+        inputs, targets = default_collate(samples)
+        return inputs * 0 + (1.0 if "whole" in how and len(samples) < 2 else RANDOM[how]()), targets
+
+    return collate
+
+
+@pytest.mark.parametrize("how", RANDOM)
+def test_a_collate_that_draws_makes_no_batch_of_an_evaluation_unless_declared(how: str) -> None:
+    random_ = target("drawing", how=how)
+
+    def validation_loss(**loader: Any) -> float:
+        return trained(loader=loader, optimizer=FROZEN)[1].series("validation/loss")[-1]
+
+    said = r"loader\.collate: draws random numbers\. Without loader\.evaluation_collate it also makes"
+    with pytest.raises(ExperimentError, match=said):
+        validation_loss(collate=random_)
+    plain = validation_loss()
+    assert validation_loss(collate=random_, evaluation_collate=DEFAULT) == plain
+    assert validation_loss(collate=DEFAULT, evaluation_collate=random_) != plain
+
+
+def test_a_collate_that_draws_only_later_is_refused_then() -> None:
+    draws: list[bool] = []
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.rand(()) if draws else torch.zeros(())
+
+    reader = loader(toys.Plain(range(9)), collate=collate, is_fixed=True)
+    list(reader.batches([part(1)]))
+    draws.append(True)
+    with pytest.raises(ExperimentError, match="draws random numbers"):
+        list(reader.batches([part(1)] * 2))
+
+
+def test_training_with_a_collate_that_draws_says_what_it_depends_on() -> None:
+    for how, notes in (target("drawing", how="torch"), 1), (target("dropping"), 0):
+        result, _ = trained(loader={"collate": how, "evaluation_collate": DEFAULT})
+        assert sum("loader.collate are drawn for each micro-batch" in note for note in result.data_notes) == notes

@@ -17,7 +17,7 @@ from pipeline.train import meter
 from pipeline.train.build import build
 from pipeline.train.compilation import Stopwatch
 from pipeline.train.gauges import Clock, DataWait, Lap
-from pipeline.train.meter import Meter, group_steps, iter_points
+from pipeline.train.meter import Meter, iter_points
 from pipeline.train.order import MicroBatch
 from pipeline.train.state import Facts, Stepped
 
@@ -205,16 +205,6 @@ def test_reports_are_no_part_of_a_measurement(watch: Watch, max_steps: int | Non
 
 
 # Points
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "size", "ends"),
-    [(1, 7, None, [7]), (1, 7, 1, [1, 2, 3, 4, 5, 6, 7]), (3, 11, 4, [4, 8, 11]), (5, 8, 4, [8])],
-)
-def test_steps_are_grouped_up_to_multiples(first: int, last: int, size: int | None, ends: list[int]) -> None:
-    groups = group_steps(first, last, size=size)
-    assert [group[-1] for group in groups] == ends
-    assert [step for group in groups for step in group] == list(range(first, last + 1))
 
 
 def test_a_point_is_a_mean_with_its_range_and_the_last_learning_rate() -> None:

@@ -1,4 +1,9 @@
-"""Metrics: which values are good, which names can't stand side by side, and what is refused before training."""
+"""Metrics: which values are good, names, what is refused before training, what they compute, those of training steps.
+
+What is refused after the first step: test_training_errors.py.
+"""
+
+# promise: metrics of training steps are those of all samples since the last report, on all ranks
 
 import csv
 import io
@@ -6,11 +11,12 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import toys
+from checkpointed import Saving, run
 from torchmetrics import classification
 from typer.testing import CliRunner
 
@@ -21,9 +27,12 @@ from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment import reported
 from pipeline.experiment.load import ExperimentFile, load
-from pipeline.protocol.events import ArtifactSaved, Warned
+from pipeline.protocol.events import ArtifactSaved
 from pipeline.record.screen import Terminal
+from pipeline.train import meter
 from pipeline.train import metrics as metrics_of
+from pipeline.train.built_in_hooks import TrainedMetrics
+from pipeline.train.kept import compute_gradients
 from pipeline.train.manifest import entries, verify
 from pipeline.train.storage import Storage
 
@@ -114,32 +123,29 @@ class TestCheckedAhead:
 
 
 class TestAValidationLossThatIsNotFinite:
-    SECTIONS: ClassVar[dict[str, Any]] = {
-        "data": {"_target_": "toys.poisoned_validation"},
-        "train": {"epochs": 3, "on_nonfinite": "stop"},
-        "checkpoint": {"every_steps": 2},
-    }
+    @staticmethod
+    def sections(on_nonfinite: str) -> dict[str, Any]:
+        return {
+            "data": {"_target_": "toys.poisoned_validation"},
+            "train": {"epochs": 3, "on_nonfinite": on_nonfinite},
+            "checkpoint": {"every_steps": 2},
+        }
 
     def test_ends_training_before_its_checkpoint(self, tmp_path: Path) -> None:
-        trial = toys.trial(**self.SECTIONS).model_copy(update={"checkpoints": str(tmp_path)})
-        outbox = toys.Kept()
+        outbox = Saving()
         with pytest.raises(TrainingError, match=r"validation loss is nan after epoch 1 \(step 3\), although"):
-            toys.train(trial, rank=toys.Rank(), outbox=outbox)
+            run(tmp_path, outbox=outbox, **self.sections("stop"))
         assert math.isnan(outbox.series("validation/loss")[-1])
         (entry,) = entries(Storage(str(tmp_path)))
         assert (entry.name, verify(Storage(str(tmp_path)), entry)) == ("step-00000002", None)
 
     def test_is_told_where_steps_may_be_skipped(self) -> None:
-        result, outbox = toys.trained(**{**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": "skip"}})
+        result, outbox = toys.trained(**self.sections("skip"))
         assert result.steps == 9
-        assert [event.message for event in outbox.events if isinstance(event, Warned)] == [
-            "the validation loss is nan after epoch 1 (step 3), although the weights are finite. Training continues "
-            "because of train.on_nonfinite: skip.",
-            *(
-                f"the validation loss is nan after epoch {n} (step {3 * n}), although the weights are finite. Training "
-                "continues because of train.on_nonfinite: skip."
-                for n in (2, 3)
-            ),
+        assert outbox.warnings == [
+            f"the validation loss is nan after epoch {n} (step {3 * n}), although the weights are finite. Training "
+            "continues because of train.on_nonfinite: skip."
+            for n in (1, 2, 3)
         ]
 
 
@@ -155,9 +161,6 @@ def metric(name: str, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{OF}{name}", "num_classes": 3, **arguments}
 
 
-TEXTS, EACH = {"_target_": "toy_metrics.Texts"}, metric("MulticlassF1Score", average="none")
-
-
 class TestWhatMetricsCompute:
     def test_curves_become_a_table_and_a_picture(self) -> None:
         metrics = {
@@ -165,24 +168,26 @@ class TestWhatMetricsCompute:
             "pr@k": metric("MulticlassPrecisionRecallCurve", thresholds=5),
             "mean": metric("MulticlassROC", average="macro", thresholds=5),
             "accuracy": metric("MulticlassAccuracy"),
+            "recall": metric("MulticlassRecallAtFixedPrecision", min_precision=0.3),
         }
         result, outbox = toys.trained(**CLASSES, metrics=metrics)
         assert set(result.metrics) >= {"validation/loss", "validation/accuracy"}
         assert not [name for name in result.metrics if "roc" in name or "pr@k" in name]
+        # A point of a curve comes with its threshold.
+        assert set(result.metrics) >= {f"validation/recall{part}_{i}" for part in ("", "_threshold") for i in range(3)}
         saved = [event.path for event in outbox.events if isinstance(event, ArtifactSaved)]
         assert sorted(path for path in saved if path.startswith("metrics/")) == [
             f"metrics/{name}.{kind}" for name in ("mean", "pr%40k", "roc") for kind in ("csv", "png")
         ]
         assert all(outbox.files[f"metrics/{name}.png"].startswith(b"\x89PNG") for name in ("roc", "pr%40k"))
-        roc, recall = (
+        roc, recall, mean = (
             list(csv.DictReader(io.StringIO(outbox.files[f"metrics/{name}.csv"].decode())))
-            for name in ("roc", "pr%40k")
+            for name in ("roc", "pr%40k", "mean")
         )
         assert list(roc[0]) == ["class", "false_positive_rate", "true_positive_rate", "threshold"]
         assert {row["class"] for row in roc} == {"0", "1", "2"}
         assert list(recall[0]) == ["class", "recall", "precision", "threshold"]
         assert [row["threshold"] for row in recall[:6]] == ["0.0", "0.25", "0.5", "0.75", "1.0", ""]
-        mean = csv.DictReader(io.StringIO(outbox.files["metrics/mean.csv"].decode()))
         assert {row["class"] for row in mean} == {""}
 
     def test_a_large_result_becomes_a_table_and_a_picture(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +203,6 @@ class TestWhatMetricsCompute:
         own = [float(row["value"]) for row in rows if row["true"] == row["predicted"]]
         expected = [result.metrics[f"validation/recall_{each}"] for each in range(3)]
         assert [right / all_of for right, all_of in zip(own, of_class, strict=True)] == pytest.approx(expected)
-
-    def test_a_point_of_a_curve_comes_with_its_threshold(self) -> None:
-        result, _ = toys.trained(
-            **CLASSES, metrics={"recall": metric("MulticlassRecallAtFixedPrecision", min_precision=0.3)}
-        )
-        names = [f"validation/recall{part}_{i}" for part in ("", "_threshold") for i in range(3)]
-        assert set(result.metrics) >= set(names)
 
     def test_an_entry_of_a_matrix_is_named_by_both_classes(self) -> None:
         metrics = {
@@ -225,36 +223,52 @@ class TestWhatMetricsCompute:
         assert {reported.source_of(f"validation/{name}", metrics) for name in values} == set(metrics)
         assert reported.source_of("validation/table_0x", metrics) is None
 
-    @pytest.mark.parametrize(
-        ("metrics", "best", "said"),
-        [
-            ({"wrong": metric("MulticlassAccuracy", num_classes=2)}, "",
-             "metrics.wrong: MulticlassAccuracy raised "),
-            ({"words": TEXTS}, "",
-             "metrics.words: Texts returned a str. Use a metric that returns a number, a number for each class,"),
-            ({"f": EACH, "f_1": metric("MulticlassF1Score")}, "",
-             "metrics.f_1: reports validation/f_1, and so does metrics.f; rename one of them"),
-            ({"f": EACH}, "validation/f",
-             "checkpoint.best: validation/f is not reported; metrics.f reports validation/f_0, validation/f_1, "),
-            ({"roc": metric("MulticlassROC")}, "validation/roc",
-             "checkpoint.best: validation/roc is not reported; metrics.roc reports no number"),
-        ],
-    )  # fmt: skip
-    def test_what_is_refused_after_the_first_step(self, metrics: dict[str, Any], best: str, said: str) -> None:
-        outbox = toys.Kept()
-        checkpoint = {"best": best, "mode": "max"} if best else {}
-        trial = toys.trial(**CLASSES, metrics=metrics, checkpoint=checkpoint)
-        with pytest.raises(ExperimentError) as caught:
-            toys.train(trial, rank=toys.Rank(), outbox=outbox)
-        (problem,) = caught.value.problems
-        assert str(problem).startswith(said)
-        assert not outbox.points("validation/loss")
-
     def test_trying_them_changes_nothing(self) -> None:
-        sections = {"model": {"_target_": "toys.Counting"}}
-        weights = [
-            toys.trained(**sections, metrics=metrics)[1].files
+        plain, tried = (
+            toys.trained(model={"_target_": "toys.Counting"}, metrics=metrics)[1].weights
             for metrics in ({}, {"n": {"_target_": "toy_metrics.Count"}})
-        ]
-        plain, tried = (files["model/weights.pt"] for files in weights)
+        )
         assert all(torch.equal(plain[name], tried[name]) for name in plain)
+
+
+# Of training steps
+
+BOTH = ["train", "validation"]
+COUNT = {"_target_": "toy_metrics.Count"}
+ERROR = {"_target_": "torchmetrics.MeanSquaredError"}
+
+
+@pytest.mark.parametrize("train", [{}, {"gradient_accumulation": 2}, {"evaluate_every_steps": 2}])
+def test_each_sample_counts_once_between_two_reports(train: dict[str, Any]) -> None:
+    _, kept = toys.trained(metrics={"count": {**COUNT, "on": BOTH}, "other": COUNT}, train=train)
+    assert sum(kept.series("train/count")) == 2 * toys.SAMPLES
+    assert set(kept.series("validation/count")) == {10}
+    assert not kept.series("train/other")
+
+
+def test_a_step_that_is_reported_alone_has_its_own_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "REPORT_MS", 0.0)
+    _, kept = toys.trained(metrics={"error": {**ERROR, "on": BOTH}}, train={"gradient_accumulation": 2})
+    assert kept.series("train/error") == pytest.approx(kept.series("train/loss"), rel=1e-6)
+    assert len(kept.series("train/error")) == 6
+
+
+def test_they_hold_no_graph_and_leave_out_passes_without_update() -> None:
+    s = toys.built(metrics={"parts": {"_target_": "toy_metrics.Parts", "on": BOTH}})
+    outputs = toys.hook(s, TrainedMetrics)._metrics["parts"].metric_state["outputs"]
+    compute_gradients(s, s.batches.stream(0, last_step=1))
+    assert outputs == []
+    s.train_step(s, s.batches.stream(0, last_step=1), step=0)
+    assert [len(each) for each in outputs] == [8]
+    assert not outputs[0].requires_grad
+
+
+def test_the_default_leaves_a_plain_step_and_the_hash_as_they_were() -> None:
+    for on in ({"on": BOTH}, {}):
+        written = toys.experiment(metrics={"count": {**COUNT, **on}}).model_dump(mode="json")["metrics"]
+        assert written == {"count": {**COUNT, "on": BOTH if on else ["validation"]}}
+    s = toys.built(metrics={"count": COUNT})
+    assert not s.hooks
+    assert not s.trainee.keeps_outputs
+    assert torch.is_tensor(s.train_step(s, s.batches.stream(0, last_step=1), step=0).sums["loss"])
+    assert not s.outputs

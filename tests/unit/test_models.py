@@ -61,14 +61,11 @@ def test_zero_init_residual_starts_each_block_as_its_shortcut(make: Any, zero: b
 # Multilayer perceptron
 
 
-def test_mlp_flattens_and_stacks_its_layers() -> None:
+def test_mlp_flattens_stacks_its_layers_and_drops_out_only_in_training() -> None:
     model = MLP(64, hidden=[32, 16], num_classes=10)
     assert model(torch.randn(3, 1, 8, 8)).shape == (3, 10)
     assert sum(p.numel() for p in model.parameters()) == (64 + 1) * 32 + (32 + 1) * 16 + (16 + 1) * 10
     assert [type(layer) for layer in MLP(4, hidden=[], num_classes=2).layers] == [nn.Flatten, nn.Linear]
-
-
-def test_mlp_drops_out_only_in_training() -> None:
     model, inputs = MLP(16, hidden=[64], num_classes=4, dropout=0.5), torch.randn(1, 16)
     assert not torch.equal(model(inputs), model(inputs))
     model.eval()

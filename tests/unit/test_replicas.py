@@ -1,26 +1,36 @@
-"""The replicas of dp: their GPUs, precision, sums and random numbers. Only a machine with several GPUs trains them."""
+"""What one process does for several: dp's replicas on stand-ins of GPUs, losses over the global batch, waiting."""
 
 # promise: dp on several GPUs, a rank's own GPU, memory for the baseline (stand-ins of GPUs)
+# promise: losses over the whole global batch, at 1 and 2 workers and resumed; refused where there is none
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import toy_contrastive
 import toys
 from torch import Tensor, nn
 
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.rank import Rank
 from pipeline.strategies import dp as dp_strategy
 from pipeline.strategies.base import Strategy
-from pipeline.tasks import Loss, Trainee
-from pipeline.tasks.gathering import current
+from pipeline.tasks import Loss, Trainee, gathered
+from pipeline.tasks.gathering import Pass, current
+from pipeline.train import ranks
+from pipeline.train.costs import costs
+from pipeline.train.measure import Afterwards
+from pipeline.train.order import MicroBatch
 from pipeline.train.parts import build_strategy
 from pipeline.train.ranks import device_of
 from pipeline.train.seeds import seed_all
 
+# dp: only a machine with several GPUs trains them
 GPU = torch.device("cuda", 0)
 
 
@@ -135,3 +145,95 @@ def test_each_draws_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     seed_all(7, device=torch.device("cuda", 1))
     assert gpus[1].initial_seed() == 7
     assert len({gpu.initial_seed() for gpu in gpus}) == 3
+
+
+# Losses over the global batch; what is refused in a training: test_training_errors.py
+
+
+def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
+    current.end()  # a training of another test may have failed within a pass
+    rows = torch.rand(3, 2)
+    assert gathered(rows) is rows
+
+
+class Fake(SimpleNamespace):
+    """What a pass reads of a training, which it only refers to weakly."""
+
+
+def state(*, is_stream: bool = False, gpus: int = 1) -> Any:
+    return Fake(
+        accumulation=1, order=Fake(is_stream=is_stream), strategy=Fake(gpus=range(gpus)), trial=Fake(strategy="dp"),
+        trainee=Fake(training=True), facts=Fake(gathers=True), rank=Rank(rank=1, world_size=2),
+    )  # fmt: skip
+
+
+PART = MicroBatch(step=0, epoch=0, indices=[1, 3, 5], weight=1, is_last=True, global_size=6)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (state(is_stream=True), "data: is iterable, but the task compares all samples .*; use a map-style dataset"),
+        (state(gpus=2), "parallel.strategy: is dp, which divides it, but .*; use ddp"),
+    ],
+)
+def test_ranks_without_a_part_of_it_are_refused(refused: Any, message: str) -> None:
+    (one := Pass()).begin(refused, PART, exchange=True)
+    with pytest.raises(ExperimentError, match=message):
+        one.batch()
+
+
+def test_a_prediction_is_refused() -> None:
+    s = toys.built(**toy_contrastive.case("Similar"))
+    s.train_step(s, s.batches.stream(0, last_step=1), step=0)
+    with pytest.raises(ExperimentError, match=r"task: calls pipeline\.tasks\.gathered, .* Remove --predict"):
+        costs(s)
+
+
+def test_without_communication_own_rows_stand_in_for_those_of_the_others() -> None:
+    rows = torch.rand(3, 2)
+    current.begin(s := state(), PART, exchange=False)
+    try:
+        found = gathered(rows)
+    finally:
+        current.end()
+        del s
+    assert torch.equal(found, torch.cat([rows, rows]))
+
+
+# Ranks that wait for the transfer of the weights
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+    made = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
+    return made
+
+
+def fail() -> None:
+    raise MemoryError("no room")
+
+
+def test_a_rank_that_fails_ends_instead_of_leaving_the_others_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    s: Any = SimpleNamespace(rank=Rank(rank=1, world_size=2), trial=toys.trial(), outbox=toys.Kept())
+    with pytest.raises(MemoryError):
+        Afterwards(s).measure("the trace", fail)
+    assert s.outbox.events == []
+
+
+def test_ranks_wait_for_the_transfer_of_the_weights_without_a_collective(store: dist.HashStore) -> None:
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(ranks.call_on_ranks, pytest.fail, what="weights", rank=Rank(rank=1, world_size=2))
+        assert ranks.call_on_ranks(lambda: "sent", what="weights", rank=Rank(world_size=2)) == "sent"
+        assert other.result() == "sent"
+
+
+def test_ranks_that_wait_for_the_weights_fail_with_rank_0(store: dist.HashStore) -> None:
+    """The store of an outer launcher outlives rank 0, whose error left the others waiting for ever."""
+    with pytest.raises(MemoryError):
+        ranks.call_on_ranks(fail, what="weights", rank=Rank(world_size=2))
+    assert store.check(["weights (rank 0)"])
+    with pytest.raises(TrainingError, match="rank 0 failed: MemoryError: no room"):
+        ranks.call_on_ranks(fail, what="weights", rank=Rank(rank=1, world_size=2))

@@ -3,18 +3,22 @@
 # promise: what leaves the tool computes what was evaluated; changed data is named on resume
 # promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
 # promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
+# promise: what a sample draws is the same at any world size, with any loader, after a resume
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import toys
-from checkpointed import EVERY, STEPS, Saving, assert_equal, assert_same, run, until
+from checkpointed import EVERY, STEPS, Saving, assert_equal, assert_same, resumed, run, until
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from pipeline import registry
@@ -22,6 +26,7 @@ from pipeline.errors import ExperimentError
 from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE, map_state
 
+HERE = "test_resuming"
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": SGD,
@@ -36,12 +41,9 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "scheduler": {"_target_": f"{_SCHEDULERS}.CosineAnnealingLR", "T_max": "${total_steps}"},
         "train": {"lr_scaling": {"rule": "linear", "base_batch_size": 4, "warmup_steps": 4}},
     },
-    "plateau, each epoch": {
-        "scheduler": _PLATEAU,
-        "train": {"scheduler_interval": "epoch", "clip_grad_norm": 0.5},
-    },
+    "plateau, each epoch": {"scheduler": _PLATEAU, "train": {"scheduler_interval": "epoch", "clip_grad_norm": 0.5}},
     "one cycle": {
-        "scheduler": {"_target_": f"{_SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": "${total_steps}"},
+        "scheduler": {"_target_": f"{_SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": "${total_steps}"}
     },
     "milestones": {
         "scheduler": {
@@ -87,12 +89,6 @@ def train(folder: Path, **more: Any) -> Saving:
     return run(folder, **{**EVERY, **more, "train": {"precision": "fp32", **more.get("train", {})}})
 
 
-def went_on(tmp_path: Path, *, after: int, **sections: Any) -> tuple[Saving, Saving]:
-    """Train; train once more from the checkpoint of a step."""
-    whole = train(tmp_path / "whole", **sections)
-    return train(until(after, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True, **sections), whole
-
-
 @pytest.fixture(scope="module")
 def whole_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Saving]]:
     """Trainings that nothing stopped, by name: where their checkpoints are, and what came of them."""
@@ -129,49 +125,103 @@ def test_a_training_resumed_after_any_step_is_the_same(
         assert_same(outbox, whole, after=step)
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(tmp_path: Path, interval: str) -> None:
+@pytest.mark.parametrize(
+    ("interval", "lengths"),
+    [
+        ("step", [{"epochs": 2}, {"epochs": 4}]),
+        ("epoch", [{"epochs": 2}, {"epochs": 4}]),
+        ("epoch", [{"epochs": None, "steps": 5}, {"epochs": None, "steps": 10}]),
+    ],
+)
+def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(
+    tmp_path: Path, interval: str, lengths: list[dict[str, Any]]
+) -> None:
     """Use a schedule of learning rates that doesn't depend on the length. No permission is needed."""
-    schedule = {"_target_": f"{_SCHEDULERS}.StepLR", "step_size": 3, "gamma": 0.7}
 
-    def of_length(epochs: int, folder: str, **more: Any) -> Saving:
+    def of_length(length: dict[str, Any], folder: str, **more: Any) -> Saving:
+        schedule = {"_target_": f"{_SCHEDULERS}.StepLR", "step_size": 3, "gamma": 0.7}
         sections = {**RICH, "optimizer": OPTIMIZERS["AdamW"], "scheduler": schedule, **more}
-        return train(tmp_path / folder, **sections, train={"epochs": epochs, "scheduler_interval": interval})
+        return train(tmp_path / folder, **sections, train={**length, "scheduler_interval": interval})
 
-    whole = of_length(4, "whole")
-    of_length(2, "first")
-    longer = of_length(4, "first", resume=True)
-
-    assert_same(longer, whole, after=STEPS)
+    short, long = lengths
+    whole, first, longer = (
+        of_length(long, "whole"), of_length(short, "first"), of_length(long, "first", resume=True)
+    )  # fmt: skip
+    assert_same(longer, whole, after=first.result.steps)
     assert longer.result.metrics == whole.result.metrics
-    assert longer.result.steps == 2 * STEPS
+    assert longer.result.steps == 2 * first.result.steps
 
 
 FORMATS: dict[str, dict[str, Any]] = {
-    f"channels_last, {optimizer}": {
-        "model": {"_target_": "toys.convolutions"}, "data": {"_target_": "toys.images"},
-        "loss": {"_target_": "torch.nn.CrossEntropyLoss"}, "optimizer": OPTIMIZERS[optimizer],
-        "train": {"epochs": 1, "memory_format": "channels_last", "ema": {"decay": 0.5}},
-    } for optimizer in ("momentum", "AdamW")
+    **{
+        f"channels_last, {optimizer}": {
+            "model": {"_target_": "toys.convolutions"}, "data": {"_target_": "toys.images"},
+            "loss": {"_target_": "torch.nn.CrossEntropyLoss"}, "optimizer": OPTIMIZERS[optimizer],
+            "train": {"epochs": 1, "precision": "fp32", "memory_format": "channels_last", "ema": {"decay": 0.5}},
+        } for optimizer in ("momentum", "AdamW")
+    },
+    "scaled losses": {"train": {"precision": "fp16"}},
 }  # fmt: skip
 """Fused kernels walk the memory of weights and moments, whatever their strides are."""
 
 
-@pytest.mark.parametrize("case", [*FORMATS, "scaled losses"])
+@pytest.mark.parametrize("case", FORMATS)
 def test_types_and_memory_layouts_are_those_of_before(tmp_path: Path, case: str) -> None:
-    again, whole = went_on(tmp_path, after=2, **FORMATS.get(case, {"train": {"precision": "fp16"}}))
-    assert_same(again, whole, after=2)
+    assert_same(*resumed(tmp_path, after=2, **FORMATS[case]), after=2)
 
 
 def test_the_next_checkpoints_are_the_same(tmp_path: Path) -> None:
     """Everything that is state: what a resumed training saves is what the other one saved, to the bit."""
-    went_on(tmp_path, after=2, optimizer=OPTIMIZERS["AdamW"], **SCHEDULERS["one cycle"])
+    resumed(tmp_path, after=2, optimizer=OPTIMIZERS["AdamW"], **SCHEDULERS["one cycle"])
     for step in range(3, STEPS + 1):
-        one, other = (torch.load(tmp_path / side / folder_name(step) / STATE) for side in ("whole", "again"))
+        one, other = (torch.load(tmp_path / side / folder_name(step) / STATE) for side in ("whole", "after 2"))
         for state in (one, other):
             assert state.pop("meter")  # has times
         assert one["optimizer"]["state"]
         assert_equal(one, other)
+
+
+class Drifting(nn.Module):
+    """Depth by Python's generator, an average in a buffer that isn't saved, and a buffer that is made by training."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("average", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(inputs)
+        if self.training:
+            if not hasattr(self, "largest"):
+                self.register_buffer("largest", hidden.detach().abs().max(), persistent=False)
+            self.average.lerp_(hidden.detach().mean(), 0.1)
+            hidden = hidden if random.random() < 0.5 else 2 * hidden
+        return hidden + self.average + 0.01 * getattr(self, "largest", 0.0)
+
+
+class MixUp:
+    """Mixes samples by NumPy's generator."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        share = float(np.random.beta(0.5, 0.5)) if model.training else 1.0
+        inputs, targets = (share * part + (1 - share) * part.flip(0) for part in batch)
+        error: Tensor = (model(inputs) - targets).pow(2).mean()
+        return error
+
+
+def test_a_step_that_draws_is_resumed_exactly(tmp_path: Path) -> None:
+    drawing: dict[str, Any] = {
+        "allowed": HERE, "model": {"_target_": f"{HERE}.Drifting"}, "task": {"_target_": f"{HERE}.MixUp"}, "loss": None,
+    }  # fmt: skip
+    whole = run(tmp_path / "whole", **EVERY, **drawing)
+    for step in (1, 3, 4):
+        random.seed(step)  # whatever was drawn before
+        np.random.seed(step)
+        left = until(step, folder=tmp_path / "whole", to=tmp_path / f"until {step}")
+        assert_same(run(left, resume=True, **EVERY, **drawing), whole, after=step)
+    assert len(set(whole.series("train/loss"))) == STEPS
 
 
 class TestAnotherExperiment:

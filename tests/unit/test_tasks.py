@@ -1,32 +1,42 @@
-"""What a task computes from a batch, and what is said when it can't."""
+"""What a task computes from a batch, what is said of losses that are not means, and of those that fail."""
 
 # promise: losses weighted by tokens or class weights; other losses are refused
+# promise: logs and losses of an evaluation are means; each metric is that of all samples
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
 
+import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import toys
+import weighed
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import ExperimentError
 from pipeline.models import GPT
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import LanguageModel, Loss, Supervised, Trainee, count_samples
+from pipeline.train.build import build
+from pipeline.train.checks import check_log_names
+from pipeline.train.errors import explain, hint
+from pipeline.train.state import State
+
+HERE = "test_tasks"
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5])
 
+ONE, ROW = torch.ones(()), torch.ones(1)
 
-@pytest.mark.parametrize("pair", [tuple, list])
-def test_supervised_is_the_loss_of_the_model(pair: Any) -> None:
-    model, inputs, targets = nn.Linear(3, 4), torch.randn(5, 3), torch.randint(4, (5,))
-    loss = Supervised(nn.CrossEntropyLoss())(model, pair((inputs, targets)))
-    assert (loss.sum, loss.count) == (functional.cross_entropy(model(inputs), targets, reduction="sum"), None)
-    assert torch.equal(loss.outputs, model(inputs))
-    assert loss.targets is targets
-    loss.sum.backward()
-    assert model.weight.grad is not None
+
+def task(target: str, **sections: Any) -> dict[str, Any]:
+    return {"task": {"_target_": target}, "loss": None, **sections}
+
+
+# The tasks that come along
 
 
 def test_the_loss_of_a_transformers_model_is_that_of_its_logits() -> None:
@@ -73,26 +83,6 @@ def test_language_model_is_the_mean_over_all_tokens_but_padding() -> None:
     assert torch.equal(loss.targets, targets.flatten())
 
 
-@pytest.mark.parametrize(
-    ("batch", "what"),
-    [
-        (torch.zeros(4, 3), r"a batch is a tensor of shape \(4, 3\), not \(inputs, targets\)"),
-        ({"pixels": torch.zeros(1), "label": torch.zeros(1)}, r"a batch is a mapping with the keys pixels, label"),
-        ((torch.zeros(1),) * 3, r"a batch is a tuple of 3: .*, not \(inputs, targets\)"),
-    ],
-)
-@pytest.mark.parametrize("task", [Supervised(nn.CrossEntropyLoss()), LanguageModel()], ids=["supervised", "language"])
-def test_a_batch_that_is_no_pair_is_refused(task: Any, batch: Any, what: str) -> None:
-    with pytest.raises(ExperimentError, match=f"data: {what}.*set `task:`"):
-        task(nn.Identity(), batch)
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_loss_that_is_no_mean_is_refused(reduction: str) -> None:
-    with pytest.raises(ExperimentError, match=f"loss: reduction '{reduction}' .* set reduction: mean"):
-        Supervised(nn.CrossEntropyLoss(reduction=reduction))
-
-
 def test_ignored_labels_must_be_declared() -> None:
     """Only then are the others counted, which takes an exchange."""
     batch = torch.randn(3, 4), torch.tensor([0, -100, 2])
@@ -101,47 +91,77 @@ def test_ignored_labels_must_be_declared() -> None:
     assert Supervised(nn.CrossEntropyLoss(), ignores=True)(nn.Identity(), batch).count == 2
 
 
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [(torch.zeros(2), r"is a tensor of shape \(2,\), not a scalar"), (0.5, "is of type float, not a scalar")],
-)
-def test_a_loss_that_is_no_scalar_is_refused(value: Any, what: str) -> None:
-    with pytest.raises(ExperimentError, match=f"loss: {what}"):
-        Supervised(lambda outputs, targets: value)(nn.Identity(), (torch.zeros(2), torch.zeros(2)))
+def returning(value: Any) -> Trainee:
+    return Trainee(nn.Identity(), lambda model, batch: value)
 
 
-# What a task returns
+LABELS = Supervised(nn.CrossEntropyLoss())
+NO_TENSOR = torch.zeros(2), torch.zeros(2)
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    *(
+        (lambda one=one, batch=batch: one(nn.Identity(), batch), rf"data: a batch is {what}.*set `task:`")
+        for one in (LABELS, LanguageModel())
+        for batch, what in (
+            (torch.zeros(4, 3), r"a tensor of shape \(4, 3\), not \(inputs, targets\)"),
+            ({"pixels": ROW, "label": ROW}, "a mapping with the keys pixels, label"),
+            ((ROW,) * 3, r"a tuple of 3: .*, not \(inputs, targets\)"),
+        )
+    ),
+    *(
+        (lambda one=one: Supervised(nn.CrossEntropyLoss(reduction=one)), f"loss: reduction '{one}' .* set reduction: m")
+        for one in ("sum", "none")
+    ),
+    *(
+        (lambda value=value: Supervised(lambda outputs, targets: value)(nn.Identity(), NO_TENSOR), f"loss: is {what}")
+        for value, what in (
+            (torch.zeros(2), r"a tensor of shape \(2,\), not a scalar"),
+            (0.5, "of type float, not a scalar"),
+        )
+    ),
+    *(
+        (lambda value=value: returning(value)([ROW]), f"task: {what}")
+        for value, what in (
+            (ROW, r"returned a tensor of shape \(1,\); return Loss\(sum, count\), or a scalar, the mean over the sam"),
+            ((ONE, ONE), r"returned a tuple; return Loss"),
+            (Loss(ROW), r"returned a tensor of shape \(1,\) as Loss\.sum; it must be a scalar tensor"),
+            (Loss(ONE, ROW), r"returned a tensor of shape \(1,\) as Loss\.count; it must be a scalar tensor"),
+            (Loss(ONE, 3), r"returned a int as Loss\.count"),
+            (Loss(ONE, logs=[ONE]), r"Loss\.logs is a list of 1: Tensor \(\), not a mapping from names"),
+        )
+    ),
+    *(
+        (lambda logs=logs: returning(Loss(ONE, logs=logs))(torch.ones(3)), rf"task: Loss\.logs has {what}")
+        for logs, what in (
+            ({"loss": ONE}, "the name loss, but train/loss is already reported; choose another name"),
+            ({"a?": ONE, "a!": ONE}, "the name a!, but train/a_ is already reported"),
+            ({3: ONE}, "the name 3; use a non-empty string"),
+            ({"kl": 0.5}, "a float as kl; it must be a scalar tensor"),
+            ({"kl": torch.ones(3)}, r"a tensor of shape \(3,\) as kl; it must be a scalar tensor"),
+        )
+    ),
+    (lambda: count_samples("text"), "task: a batch is of type str, whose samples can't be counted; return L"),
+    (lambda: check_log_names({0: ("kl",), 1: ()}), "has kl on rank 0, nothing on rank 1; return the same"),
+]
 
-ONE, ROW = torch.ones(()), torch.ones(1)
+
+@pytest.mark.parametrize(("call", "said"), REFUSED, ids=[said[:60] for _, said in REFUSED])
+def test_what_is_no_loss_is_refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ExperimentError, match=said):
+        call()
 
 
-@pytest.mark.parametrize(
-    ("returned", "what"),
-    [
-        (ROW, r"returned a tensor of shape \(1,\); return Loss\(sum, count\), or a scalar, the mean over the samples"),
-        ((ONE, ONE), r"returned a tuple; return Loss"),
-        (Loss(ROW), r"returned a tensor of shape \(1,\) as Loss\.sum; it must be a scalar tensor"),
-        (Loss(ONE, ROW), r"returned a tensor of shape \(1,\) as Loss\.count; it must be a scalar tensor"),
-        (Loss(ONE, 3), r"returned a int as Loss\.count"),  # type: ignore[arg-type]
-        (Loss(ONE, logs=[ONE]), r"Loss\.logs is a list of 1: Tensor \(\), not a mapping from names"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_is_no_loss_is_refused(returned: Any, what: str) -> None:
-    with pytest.raises(ExperimentError, match=f"task: {what}"):
-        Trainee(nn.Identity(), lambda model, batch: returned)([ROW])
-
-
-def test_a_count_of_some_batches_only_is_refused() -> None:
-    trainee = Trainee(nn.Identity(), lambda model, batch: Loss(ONE, ONE if len(batch) > 1 else None))
-    trainee(torch.ones(2))
-    with pytest.raises(
-        ExperimentError, match=r"task: returns Loss\.count for some batches and None for others; return"
-    ):
-        trainee(ROW)
-
-
-def test_a_scalar_alone_is_the_mean_over_the_samples() -> None:
-    assert Trainee(nn.Identity(), lambda model, batch: torch.tensor(0.5))({"x": torch.ones(4, 2)}).sum == 2
+def test_batches_that_return_something_else_than_the_first_one_are_refused() -> None:
+    counted = Trainee(nn.Identity(), lambda model, batch: Loss(ONE, ONE if len(batch) > 1 else None))
+    counted(torch.ones(2))
+    with pytest.raises(ExperimentError, match=r"task: returns Loss\.count for some batches and None for others; ret"):
+        counted(ROW)
+    logged = Trainee(nn.Identity(), lambda model, batch: Loss(ONE, logs=batch))
+    logged({"kl": ONE})
+    with pytest.raises(ExperimentError, match=r"has nothing in one batch, but kl in the first\. Return the same names"):
+        logged({})
+    for logs in ({}, {"own": ONE}):
+        logged.eval()  # each evaluation has its own
+        logged(logs)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +178,6 @@ def test_after_a_failed_pass_no_batch_is_taken_for_its_own() -> None:
     assert count_samples(torch.ones(3)) == 3
 
 
-def test_a_batch_without_rows_needs_a_count() -> None:
-    with pytest.raises(
-        ExperimentError, match=r"task: a batch is of type str, whose samples can't be counted; return L"
-    ):
-        count_samples("text")
-
-
 def test_what_metrics_get_has_no_graph_and_is_kept_where_they_do() -> None:
     trainee = Trainee(nn.Linear(3, 1), lambda model, batch: Loss((o := model(batch)).sum(), None, {"o": [o]}, (o,)))
     assert trainee(torch.ones(2, 3)).outputs is None
@@ -173,3 +186,237 @@ def test_what_metrics_get_has_no_graph_and_is_kept_where_they_do() -> None:
     assert loss.sum.requires_grad
     assert not loss.outputs["o"][0].requires_grad
     assert not loss.targets[0].requires_grad
+
+
+# Logs
+
+
+def test_training_and_validation_report_logs() -> None:
+    (_, plain), (result, logged) = toys.trained(), toys.trained(**task("toys.Logged"))
+    for name in ("train", "validation"):
+        assert logged.series(f"{name}/loss") == plain.series(f"{name}/loss")
+        twice = [2 * loss for loss in plain.series(f"{name}/loss")]
+        assert logged.series(f"{name}/twice") == pytest.approx(twice, rel=1e-12)
+    assert set(logged.series("train/count")) == {8.0, 6.0}, "of 22 samples"
+    assert "validation/count" not in result.metrics
+    assert not logged.warnings
+
+
+def test_batches_without_items_do_not_count() -> None:
+    _, kept = toys.trained(**task("toys.Rarely"), train={"global_batch_size": 1})
+    assert set(kept.series("train/share")) == {0.0, 0.5}  # not NaN
+    assert kept.series("validation/share") == [pytest.approx(0.5)] * len(kept.series("validation/share"))
+
+
+# Losses that the number of workers or micro-batches would change
+
+
+CLASSES = {"model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": weighed.CLASSES}}
+
+
+POINTS = CLASSES | {"data": {"_target_": "weighed.points"}}
+
+
+BOXES = CLASSES | {"data": {"_target_": "weighed.boxes"}}
+
+
+TOKENS = {"model": {"_target_": "weighed.tagger"}, "data": {"_target_": "weighed.tokens"}}
+
+
+PAIRS = CLASSES | {"data": {"_target_": "toy_contrastive.pairs"}}
+
+
+LOSSES: dict[str, Any] = {
+    "sum": lambda outputs, targets: (outputs - targets).square().sum(),
+    "root": lambda outputs, targets: (outputs - targets).square().mean().sqrt(),
+    "compared": lambda outputs, targets: (outputs - outputs.mean(0)).square().mean(),
+    "mean": lambda outputs, targets: (outputs - targets).abs().pow(1.5).mean(),
+    "drawn": lambda outputs, targets: (outputs + torch.rand_like(outputs) - targets).square().sum(),
+    "infinite": lambda outputs, targets: (outputs - targets).square().sum() / 0,
+}
+
+
+def loss(of: str) -> Any:
+    return LOSSES[of]
+
+
+class Contrast:
+    """Compares the samples of a rank's batch alone."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        first, second = (model(view) for view in batch[0].unbind(1))
+        return functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+class WrongCount(weighed.Detection):
+    """Counts one box too many in each batch, as one that clamps does."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().__call__(model, batch)
+        assert loss.count is not None
+        return loss._replace(count=loss.count + 1)
+
+
+def own(of: str, **sections: Any) -> dict[str, Any]:
+    return {"loss": {"_target_": f"{HERE}.loss", "of": of}, **sections}
+
+
+def built(*, accumulation: int = 2, **sections: Any) -> tuple[State, list[str]]:
+    """A training that is built, and its warnings."""
+    train, outbox = {"gradient_accumulation": accumulation, **sections.pop("train", {})}, toys.Kept()
+    trial = toys.trial(**sections, train=train, allowed=HERE)
+    trial = trial.model_copy(update={"allowed": (*trial.allowed, "weighed")})
+    return build(trial, rank=Rank(), outbox=outbox), outbox.warnings
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        own("sum"), own("root"), own("compared"),
+        task("weighed.Untold", **TOKENS), task(f"{HERE}.WrongCount", **BOXES), task(f"{HERE}.Contrast", **PAIRS),
+    ],
+    ids=["sum", "root", "compared", "tokens", "a wrong count", "contrast"],
+)  # fmt: skip
+def test_a_loss_that_is_no_mean_over_the_samples_is_named(sections: dict[str, Any]) -> None:
+    _, (said,) = built(**sections)
+    key = "task" if "task" in sections else "loss"
+    assert said.startswith(f"{key}: it is not a mean over the samples. The parts of 5 samples have ")
+    assert said.endswith(
+        "Return Loss(sum, count), or compare the samples of a global batch with pipeline.tasks.gathered."
+    )
+    assert built(**sections, accumulation=1)[1] == [], "one process sees whole batches"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        own("mean"), own("mean", train={"precision": "bf16"}), own("drawn"), own("infinite"),
+        {"loss": {"_target_": "torch.nn.CrossEntropyLoss", "weight": [1, 5, 2, 0.5]}, **POINTS},
+        task("weighed.Tagging", **TOKENS), task("pipeline.tasks.LanguageModel", **TOKENS),
+        task("weighed.Detection", **BOXES), task("weighed.Splitting", **POINTS),
+        task("toy_contrastive.Similar", **PAIRS),
+    ],
+    ids=["mean", "in 16 bits", "random", "infinite", "torch's", "tokens", "language", "boxes", "terms", "gathered"],
+)  # fmt: skip
+def test_nothing_is_said_of_means_nor_of_what_shows_nothing(sections: dict[str, Any]) -> None:
+    assert built(**sections)[1] == []
+
+
+def test_nothing_is_left_of_the_comparison() -> None:
+    net = {"model": {"_target_": "toys.rich_net"}}
+    s, _ = built(**net, **own("drawn"))
+    drawn = torch.rand(1)
+    before, _ = built(**net, loss={"_target_": "torch.nn.MSELoss"})  # compares nothing
+    assert torch.rand(1) == drawn
+    assert all(torch.equal(one, before.model.state_dict()[name]) for name, one in s.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in s.model.parameters())
+    assert s.trainee.training
+
+
+# torch's errors, with the shapes, types and values that torch doesn't name
+
+INPUTS = torch.randn(4, 3)
+
+
+def raised(call: Callable[[], object]) -> Exception:
+    with warnings.catch_warnings(action="ignore"), pytest.raises(Exception) as info:  # noqa: PT011 (any)
+        call()
+    return info.value
+
+
+@pytest.fixture(scope="module")
+def s() -> State:
+    return build(toys.trial(), rank=Rank())
+
+
+def entropy(outputs: Any, targets: Any) -> Callable[[], object]:
+    return lambda: nn.CrossEntropyLoss()(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (entropy(INPUTS, torch.tensor([0, 1, 2, 3])), "Targets are from 0 to 3, but 3 classes are numbered 0 to 2; "
+         "give the model 4 outputs, or number the classes from 0"),
+        (entropy(INPUTS, torch.tensor([-1, 2, -100, 1])), "Targets are from -1 to 2, but 3 classes are numbered 0 to "
+         "2; number the classes from 0, or set ignore_index: -1 to ignore these targets"),
+        (entropy(INPUTS, torch.zeros(4)), "targets of shape (4,) (float32), but class numbers must be int64; return "
+         "targets.long() from the dataset"),
+        (entropy(INPUTS, torch.zeros(4, 1, dtype=torch.int64)), "for 3 classes, targets must have the shape (4,)"),
+        (entropy(INPUTS, torch.zeros(4, 3, dtype=torch.int64)), "needs the same type for both; return targets.float"),
+        (entropy((INPUTS, None), torch.zeros(4)), "a tensor of outputs, but got a tuple of 2: Tensor (4, 3), NoneTyp"),
+        (entropy(INPUTS, [0, 1, 2, 0]), "needs a tensor of targets, but got a list of 4: int, int, int, int; set `ta"),
+        (lambda: functional.mse_loss(INPUTS, torch.ones(4, 2)), "gets outputs of shape (4, 3) (float32) and targets "
+         "of shape (4, 2) (float32); give both the same shape"),
+        (lambda: functional.binary_cross_entropy(torch.ones(4), torch.ones(4).long()), "(int64), but needs the same "
+         "type for both; return targets.float() from the dataset"),
+    ],
+)  # fmt: skip
+def test_losses_tell_what_they_got(s: State, fails: Callable[[], object], said: str) -> None:
+    with pytest.raises(ExperimentError) as info:
+        explain(raised(fails), s, None)
+    assert said in str(info.value)
+
+
+def test_other_errors_keep_torch_s_words(s: State) -> None:
+    explain(raised(lambda: INPUTS @ INPUTS), s, None)
+    explain(raised(lambda: functional.cross_entropy(INPUTS, torch.tensor([0, 1, 2, 0]), torch.ones(2))), s, None)
+
+
+FLAT = {"model": {"_target_": "toys.flat_net"}}
+SPREAD = "gets outputs of shape (8,) (float64) and targets of shape (8, 1) (float64); return targets.squeeze(-1) from"
+ENTROPY = {"data": {"_target_": "toys.classification"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # as outside of tests
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({**ENTROPY, "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}},
+         "loss: gets outputs of shape (8, 2) (float64) and targets of shape (8,) (int64). Targets are from 0 to 2, but "
+         "2 classes are numbered 0 to 1; give the model 3 outputs, or number the class"),
+        ({**ENTROPY, "model": {"_target_": "torch.nn.LSTM", "input_size": 3, "hidden_size": 3}},
+         "loss: needs a tensor of outputs, but got a tuple of 2: Tensor (8, 3), tuple; set `task:` to a class that"),
+        # Most losses broadcast with a warning that only the rank's log has, the others in silence.
+        *(({**FLAT, "loss": {"_target_": f"torch.nn.{name}"}}, f"loss: {SPREAD}")
+          for name in ("MSELoss", "L1Loss", "HuberLoss", "SmoothL1Loss", "PoissonNLLLoss", "SoftMarginLoss")),
+        (task("toys.SquaredTask", **FLAT), f"task: {SPREAD}"),
+        ({"model": {"_target_": "torch.nn.Bilinear", "in1_features": 3, "in2_features": 3, "out_features": 1},
+          "data": {"_target_": "toys.paired"}},
+         "model: is called with one argument, the batch's inputs (a list of 2: Tensor (8, 3), Tensor (8, 3)), but "
+         "Bilinear.forward() missing 1 required positional argument: 'input2'. Set `task:` to a class"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_experiment_is_refused_with_its_key(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ExperimentError) as info:
+        toys.trained(**sections)
+    assert str(info.value).startswith(said)
+
+
+def test_what_broadcasts_to_no_more_elements_is_trained() -> None:
+    """A sample alone: outputs of shape (1,) and targets of (1, 1) are one pair."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        assert toys.trained(**FLAT, train={"global_batch_size": 1, "epochs": 1})[0].losses
+
+
+def double_targets() -> Any:
+    return functional.huber_loss(torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.float64))
+
+
+TYPES = "; inputs and weights have different types"
+
+
+def test_usual_errors_of_torch_have_a_hint_and_the_name_of_the_layer(s: State) -> None:
+    doubles, model = torch.ones(3, 2, dtype=torch.float64), nn.Sequential(nn.Flatten(), nn.Linear(7, 1))
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: nn.Embedding(4, 2)(torch.tensor([4])), "; in Embedding(4, 2); compare the index with num_embeddings"),
+        (lambda: double_targets().backward(), "; return targets.float() from the dataset"),
+        (lambda: nn.Linear(2, 1)(doubles), TYPES),
+        (lambda: nn.Conv1d(2, 1, 1)(torch.ones(3, 2, 4).byte()), TYPES),
+        (lambda: nn.LayerNorm(2)(doubles), TYPES),
+        (lambda: model(torch.ones(2, 3)), "; in layer 1: Linear(in_features=7, out_feat"),
+        (lambda: s.trainee((torch.ones(2, 4), 0)), "; in Linear(in_features=3, out_feat"),
+    ]
+    for fails, said in cases:
+        assert said in hint(raised(fails))
+    assert hint(raised(lambda: INPUTS @ INPUTS)) == ""

@@ -33,7 +33,7 @@ from pipeline.train.run import train
 from pipeline.train.state import State
 from pipeline.train.turns import FEWEST_PAIRS, LEAST_PAIRS, LEAST_STEPS, PATIENCE, SLOT_S, Player, Schedule
 
-# How many, and how long
+# How many, how long, and in which order
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -77,9 +77,6 @@ def test_a_schedule_by_hand() -> None:
     assert planned(0.25, queue=8).steps == {"main": 32, "baseline": 16}
 
 
-# In which order
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(2, 4), st.integers(1, 40), st.integers(0, 2**63 - 1))
 def test_each_takes_one_slot_in_each_round_and_the_next_round_is_reversed(count: int, rounds: int, seed: int) -> None:
@@ -106,7 +103,6 @@ def with_short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 short_slots = pytest.mark.usefixtures("with_short_slots")
-
 MEASURE = {"rounds": 5, "time_budget_s": 600, "warmup_steps": 1, "steps": 2}
 
 
@@ -114,19 +110,12 @@ def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = N
     """A training with trials to compare; ``own`` are sections of the first one's experiment alone."""
     trial = toys.trial(benchmark=MEASURE, measures=True, **sections)
     assert isinstance(trial, Training)
-    others = [
-        kind.model_validate(
-            {
-                **trial.model_dump(
-                    exclude={"role", "experiment", *(Training.model_fields.keys() - Trial.model_fields.keys())}
-                ),
-                "experiment": toys.experiment(benchmark=MEASURE, **{**sections, **(own or {} if not index else {})}),
-                "name": kind.model_fields["role"].default,
-                "max_steps": 3,
-            }
-        )
-        for index, kind in enumerate(beside)
-    ]
+    left_out = {"role", "experiment", *(Training.model_fields.keys() - Trial.model_fields.keys())}
+    others = []
+    for index, kind in enumerate(beside):
+        experiment = toys.experiment(benchmark=MEASURE, **{**sections, **(own or {} if not index else {})})
+        update = {"experiment": experiment, "name": kind.model_fields["role"].default, "max_steps": 3}
+        others.append(kind.model_validate({**trial.model_dump(exclude=left_out), **update}))
     return trial.model_copy(update={"compared_with": tuple(others)})
 
 
@@ -212,28 +201,31 @@ def test_the_training_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) ->
     assert (len(result.slots), alone.slots) == (5, ())
 
 
-@short_slots
-@pytest.mark.parametrize(
-    ("others", "model", "said"),
-    [
-        ((Reference,), "BrokenModel", "the user's own mistake"),
-        ((), "BrokenModel", ""),
-        ((Reference,), "frozen_net", ""),
-    ],
-)
-def test_what_can_t_be_measured_costs_itself_and_a_line(others: Any, model: str, said: str) -> None:
-    result, outbox = measured(compared(Baseline, *others, own={"model": {"_target_": f"toys.{model}"}}))
-    (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert warning.startswith("The baseline (1 worker) could not be measured next to the training: ")
-    assert said in warning
-    assert (result.steps, list(ends(outbox))) == (6, ["reference"] * len(others))
-    assert len(result.slots) == 5 * len(others)
-
-
 def too_large(*, most: int) -> Training:
     """A training of two workers, whose baseline has memory for ``most`` samples only; both have the same weights."""
     model = {"_target_": "toys.Hungry", "most": 8}
     return compared(Baseline, own={"model": {**model, "most": most}}, model=model).model_copy(update={"workers": 2})
+
+
+@short_slots
+@pytest.mark.parametrize(
+    ("trial", "said"),
+    [
+        (compared(Baseline, Reference, own={"model": {"_target_": "toys.BrokenModel"}}), "the user's own mistake"),
+        (compared(Baseline, own={"model": {"_target_": "toys.BrokenModel"}}), "the user's own mistake"),
+        (compared(Baseline, Reference, own={"model": {"_target_": "toys.frozen_net"}}), ""),
+        (too_large(most=0), "CUDA out of memory. Tried"),
+    ],
+)
+def test_what_can_t_be_measured_costs_itself_and_a_line(trial: Training, said: str) -> None:
+    others = len(trial.compared_with) - 1
+    result, outbox = measured(trial)
+    (warning,) = outbox.warnings
+    assert warning.startswith(f"The baseline (1 worker) could not be measured next to the training: {said}")
+    assert (result.steps, list(ends(outbox))) == (6, ["reference"] * others)
+    assert len(result.slots) == 5 * others
+    if trial.workers == 2:
+        assert warning.endswith("Measure it by itself: pipeline benchmark FILE")
 
 
 @short_slots
@@ -268,17 +260,6 @@ def test_a_baseline_without_memory_for_a_whole_batch_takes_micro_batches(
     assert len(baseline.slots) == len(result.slots) == 5
     assert baseline.losses == pytest.approx(result.losses[:3], rel=1e-12)
     assert not any(isinstance(event, Warned) for event in outbox.events)
-
-
-@short_slots
-def test_a_baseline_that_has_no_memory_at_all_costs_a_line() -> None:
-    result, outbox = measured(too_large(most=0))
-    (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert warning.startswith(
-        "The baseline (1 worker) could not be measured next to the training: CUDA out of memory. Tried"
-    )
-    assert warning.endswith("Measure it by itself: pipeline benchmark FILE")
-    assert (result.steps, result.slots, ends(outbox)) == (6, (), {})
 
 
 def test_a_gpu_has_room_for_the_next_step_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

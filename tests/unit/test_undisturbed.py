@@ -22,87 +22,74 @@ def enabled() -> Iterator[None]:
     gc.enable()
 
 
-def test_it_is_paused_and_goes_on_also_after_an_error() -> None:
-    def import_it() -> None:
-        with undisturbed():
-            with undisturbed():
-                assert not gc.isenabled()
-            assert not gc.isenabled()
-            raise ImportError
-
-    with pytest.raises(ImportError):
-        import_it()
-    assert gc.isenabled()
-
-
-def test_a_collector_that_is_off_stays_off() -> None:
-    gc.disable()
+def imported(*, do: Callable[[], object] = lambda: None, error: type[Exception] | None = None) -> None:
     with undisturbed():
-        pass
-    assert not gc.isenabled()
+        do()
+        if error:
+            raise error
+
+
+def interrupt(times: int = 1, number: int = signal.SIGINT) -> None:
+    for _ in range(times):
+        signal.raise_signal(number)
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_it_is_paused_and_goes_on_also_after_an_error() -> None:
+    def nested() -> None:
+        imported(do=lambda: collected.append(gc.isenabled()))
+        collected.append(gc.isenabled())
+
+    collected: list[bool] = []
+    with pytest.raises(ImportError):
+        imported(do=nested, error=ImportError)
+    assert collected == [False, False]
+    assert gc.isenabled()
+    gc.disable()
+    imported()
+    assert not gc.isenabled(), "a collector that is off stays off"
 
 
 def test_ctrl_c_waits_for_the_end_also_of_an_import_that_fails() -> None:
     before = signal.getsignal(signal.SIGINT)
-
-    def import_it() -> None:
-        with undisturbed():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            raise ImportError
-
     with pytest.raises(KeyboardInterrupt) as caught:
-        import_it()
+        imported(do=lambda: interrupt(times=2), error=ImportError)
     assert isinstance(caught.value.__context__, ImportError)
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_again_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.system.SAME_S", 0.0)
-
-    def import_it() -> None:
-        with undisturbed():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            pytest.fail("the import goes on")
-
     with pytest.raises(KeyboardInterrupt):
-        import_it()
+        imported(do=lambda: (interrupt(times=2), pytest.fail("the import goes on")))
 
 
-def test_a_handler_that_raises_nothing_is_called_once() -> None:
-    called = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
-    try:
-        with undisturbed():
-            signal.raise_signal(signal.SIGTERM)
-            assert called == []
-        assert called == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_that_nobody_handles_is_left_alone() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with undisturbed():
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+@pytest.mark.usefixtures("restored")
+def test_a_handler_that_raises_nothing_is_called_once_and_what_nobody_handles_is_left_alone() -> None:
+    called = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    with undisturbed():
+        interrupt(number=signal.SIGTERM)
+        assert called == []
+    assert called == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with undisturbed():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_another_thread_may_import() -> None:
-    imported = []
-
-    def work() -> None:
-        with undisturbed():
-            imported.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=work)
+    seen = list[Any]()
+    thread = threading.Thread(target=lambda: imported(do=lambda: seen.append(signal.getsignal(signal.SIGINT))))
     thread.start()
     thread.join()
-    assert imported == [signal.getsignal(signal.SIGINT)]
+    assert seen == [signal.getsignal(signal.SIGINT)]
 
 
 class Interrupting(Frozen):

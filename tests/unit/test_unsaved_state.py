@@ -10,20 +10,15 @@ import numpy as np
 import pytest
 import torch
 import toys
-from checkpointed import EVERY, Saving, assert_same, until
+from checkpointed import assert_same, resumed
 from torch import Tensor, nn
 
-from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.tasks import Loss
 from pipeline.train.restored import evaluate_checkpoint
 
 HERE = "test_unsaved_state"
-
-
-def run(folder: Path, **sections: Any) -> Saving:
-    return checkpointed.run(folder, allowed=HERE, **EVERY, **sections)
 
 
 class Keeping(nn.Linear):
@@ -111,34 +106,27 @@ UNSAVED: dict[str, dict[str, Any]] = {
     "task.calls": own("task", "Annealed"),
     "task.loss.calls": own("loss", "Annealing"),
 }
-SAVED: dict[str, dict[str, Any]] = {
-    "extra state": own("model", "Counting"),
-    "task in steps": own("task", "Following"),
-}
 
 
 @pytest.mark.parametrize("name", UNSAVED)
 def test_what_the_first_step_changes_is_named_once(name: str, tmp_path: Path) -> None:
-    (warning,) = run(tmp_path, **UNSAVED[name]).warnings
+    (warning,) = checkpointed.run(tmp_path, allowed=HERE, **UNSAVED[name]).warnings
     assert warning.startswith(f"{name} changed in training, and checkpoints do not contain the change.")
 
 
-@pytest.mark.parametrize("case", SAVED)
-def test_what_is_saved_or_computed_again_is_exact_and_not_named(case: str, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", **SAVED[case])
-    again = run(until(2, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True, **SAVED[case])
-
+@pytest.mark.parametrize("sections", [own("model", "Counting"), own("task", "Following")], ids=["extra state", "steps"])
+def test_what_is_saved_or_computed_again_is_exact_and_not_named(sections: dict[str, Any], tmp_path: Path) -> None:
+    again, whole = resumed(tmp_path, after=2, allowed=HERE, **sections)
     assert whole.warnings == again.warnings == []
     assert_same(again, whole, after=2)
-    assert evaluated(tmp_path / "again", step=6, **SAVED[case]) == (whole.result.metrics["validation/loss"], [])
 
-
-def evaluated(folder: Path, *, step: int, **sections: Any) -> tuple[float, list[str]]:
-    trial, outbox = checkpointed.trial(folder, allowed=HERE, **sections), toys.Kept()
+    folder, outbox = tmp_path / "after 2", toys.Kept()
+    trial = checkpointed.trial(folder, allowed=HERE, **sections)
     shared = {name: getattr(trial, name) for name in Trial.model_fields if name != "role"}
-    shared |= {"name": EVALUATION, "checkpoints": str(folder), "step": step, "split": "validation"}
+    shared |= {"name": EVALUATION, "checkpoints": str(folder), "step": 6, "split": "validation"}
     found = evaluate_checkpoint(Evaluation(**shared), rank=Rank(), outbox=outbox)
-    return found.values["validation/loss"], [event.message for event in outbox.events if isinstance(event, Warned)]
+    assert found.values["validation/loss"] == whole.result.metrics["validation/loss"]
+    assert outbox.warnings == []
 
 
 @pytest.mark.parametrize(("persistent", "expected"), [(True, 20.0), (False, 10.0)])
@@ -146,8 +134,8 @@ def test_a_metric_over_all_evaluations_is_resumed_if_its_states_are(
     persistent: bool, expected: float, tmp_path: Path
 ) -> None:
     metrics = {"ever": {"_target_": "toy_metrics.Ever", "persistent": persistent}}
-    run(tmp_path, train={"epochs": 1}, metrics=metrics)
-    again = run(tmp_path, train={"epochs": 2}, metrics=metrics, resume=True)
+    checkpointed.run(tmp_path, train={"epochs": 1}, metrics=metrics)
+    again = checkpointed.run(tmp_path, train={"epochs": 2}, metrics=metrics, resume=True)
     assert again.result.metrics["validation/ever"] == expected
 
 
@@ -160,5 +148,6 @@ class Renaming(nn.Linear):
 
 
 def test_a_state_with_other_names_is_told_at_the_first_checkpoint(tmp_path: Path) -> None:
-    (warning,) = run(tmp_path, **own("model", "Renaming", in_features=3, out_features=1)).warnings
+    sections = own("model", "Renaming", in_features=3, out_features=1)
+    (warning,) = checkpointed.run(tmp_path, allowed=HERE, **sections).warnings
     assert warning.startswith("state_dict() of the model has other names than its parameters and buffers: kernel")

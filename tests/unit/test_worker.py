@@ -1,10 +1,11 @@
-"""One process, one rank: what it reports, replaying it by hand, and the load of its node."""
+"""One process, one rank: what it reports, whose errors are whose, and the load of its node."""
 
 # promise: values of the environment are written nowhere
 # promise: dp on several GPUs, a rank's own GPU, memory for the baseline (stand-ins of GPUs)
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -16,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from torch import Tensor, nn
 
 import pipeline
 from pipeline import worker
 from pipeline.errors import Stopped
-from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
+from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
+from pipeline.train.errors import is_out_of_memory, origin
 
 
 @pytest.fixture(autouse=True)
@@ -32,48 +35,46 @@ def same_threads() -> Any:
     torch.set_num_threads(threads)
 
 
-def failure(trial: Trial) -> Failed:
+def ended(**sections: Any) -> Finished:
+    """Run a worker to its end."""
+    outbox = toys.Kept()
+    worker.run(toys.trial(**sections), rank=Rank(), outbox=outbox)
+    (end,) = [event for event in outbox.events if isinstance(event, Finished)]
+    assert outbox.events[-1] is end
+    return end
+
+
+def failure(trial: Trial, rank: Rank = Rank()) -> Failed:  # noqa: B008
     outbox = toys.Kept()
     with pytest.raises(worker.WorkerFailed):
-        worker.run(trial, rank=Rank(), outbox=outbox)
+        worker.run(trial, rank=rank, outbox=outbox)
     last = outbox.events[-1]
     assert isinstance(last, Failed)
     return last
 
 
-def test_a_rank_reports_its_end() -> None:
-    outbox = toys.Kept()
-    worker.run(toys.trial(), rank=Rank(), outbox=outbox)
+BROKEN: dict[str, Any] = {"model": {"_target_": "toys.BrokenModel"}}
 
-    (end,) = [event for event in outbox.events if isinstance(event, Finished)]
-    assert outbox.events[-1] is end
+
+def test_a_rank_reports_its_end() -> None:
+    end = ended()
     assert end.result.steps == 6
-    assert end.result.metrics["validation/loss"] == outbox.series("validation/loss")[-1]
+    assert end.result.metrics["validation/loss"] == toys.trained()[1].series("validation/loss")[-1]
     assert torch.get_num_threads() == 1  # cpus_per_worker
 
 
-def test_the_precision_of_matrix_products_is_that_of_the_file_while_it_trains() -> None:
-    outbox = toys.Kept()
-    worker.run(toys.trial(train={"matmul_precision": "high"}), rank=Rank(), outbox=outbox)
-    (end,) = [event for event in outbox.events if isinstance(event, Finished)]
-    assert end.result.matmul_precision == "high"
+def test_settings_of_torch_are_those_of_the_file_while_it_trains() -> None:
+    assert ended(train={"matmul_precision": "high"}).result.matmul_precision == "high"
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_cudnn_times_its_kernels_while_a_trial_with_that_key_runs() -> None:
-    trial = toys.trial(train={"cudnn_benchmark": True}, model={"_target_": "toys.benchmarked"})
-    worker.run(trial, rank=Rank(), outbox=toys.Kept())
+    ended(train={"cudnn_benchmark": True}, model={"_target_": "toys.benchmarked"})
     assert not torch.backends.cudnn.benchmark
 
 
 def test_code_that_sets_another_precision_is_told() -> None:
     outbox = toys.Kept()
-    worker.run(
-        toys.trial(train={"matmul_precision": "highest"}, model={"_target_": "toys.tf32_model"}),
-        rank=Rank(),
-        outbox=outbox,
-    )
-    (told,) = [event.message for event in outbox.events if isinstance(event, Warned)]
+    trial = toys.trial(train={"matmul_precision": "highest"}, model={"_target_": "toys.tf32_model"})
+    worker.run(trial, rank=Rank(), outbox=outbox)
+    (told,) = outbox.warnings
     assert told.startswith("train.matmul_precision is highest, but user code set high, which is used")
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -89,17 +90,16 @@ def test_code_that_sets_another_precision_is_told() -> None:
 )
 def test_code_that_sets_tf32_by_the_newer_api_is_trained(sections: dict[str, Any]) -> None:
     """`torch.get_float32_matmul_precision` raises from then on."""
-    outbox = toys.Kept()
-    worker.run(toys.trial(**sections), rank=Rank(), outbox=outbox)
-    (end,) = [event for event in outbox.events if isinstance(event, Finished)]
-    assert end.result.matmul_precision == "high"
+    assert ended(**sections).result.matmul_precision == "high"
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_the_traceback_starts_where_the_users_code_does() -> None:
-    failed = failure(toys.trial(model={"_target_": "toys.BrokenModel"}))
-    lines = failed.traceback.splitlines()
+# Failures
 
+
+def test_the_traceback_starts_where_the_users_code_does() -> None:
+    failed = failure(toys.trial(**BROKEN))
+    lines = failed.traceback.splitlines()
     assert failed.error == "LookupError: the user's own mistake"
     assert failed.problems == ()
     assert lines[0] == "Traceback (most recent call last):"
@@ -109,14 +109,16 @@ def test_the_traceback_starts_where_the_users_code_does() -> None:
     assert len(lines) == 4
 
 
-def test_a_layer_of_torch_that_fails_is_named_without_the_frames_that_lead_to_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_needs_no_traceback_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer of torch that fails is named without the frames that lead to it; a mistake comes as problems."""
     failed = failure(toys.trial(model={"_target_": "torch.nn.Linear", "in_features": 7, "out_features": 1}))
     assert failed.error.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (")
     assert failed.error.endswith("; in Linear(in_features=7, out_features=1, bias=True)")
     assert failed.traceback == ""
     assert "linear.py" in caplog.text
+    failed = failure(toys.trial(model={"_target_": "toys.not_a_model"}))
+    assert ([problem.key for problem in failed.problems], failed.traceback) == (["model"], "")
+    assert failure(toys.trial(model={"_target_": "toys.Quits"})).error == "SystemExit: the user's model gives up"
 
 
 def test_an_error_that_this_project_raises_keeps_its_whole_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,33 +126,27 @@ def test_an_error_that_this_project_raises_keeps_its_whole_traceback(monkeypatch
     assert '/pipeline/worker.py", line' in failure(toys.trial()).traceback
 
 
-def test_a_package_whose_name_begins_like_ours_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as torchvision beside torch, or a project beside this package."""
-    beside = Path(pipeline.__file__).parent
-    code = compile("def forward(self, inputs): raise LookupError('theirs')", f"{beside}_of_mine/model.py", "exec")
-    namespace: dict[str, Any] = {}
-    exec(code, namespace)
+def test_a_package_whose_name_begins_like_ours_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as torchvision next to torch, or a project next to this package."""
+    package, namespace = Path(pipeline.__file__).parent, dict[str, Any]()
+    code = "def forward(self, inputs): raise LookupError('theirs')"
+    exec(compile(code, f"{package}_of_mine/model.py", "exec"), namespace)
     monkeypatch.setattr(toys.BrokenModel, "forward", namespace["forward"])
-
-    first = failure(toys.trial(model={"_target_": "toys.BrokenModel"})).traceback.splitlines()[1]
+    first = failure(toys.trial(**BROKEN)).traceback.splitlines()[1]
     assert first.endswith('pipeline_of_mine/model.py", line 1, in forward')
 
 
-def test_a_model_that_calls_exit_is_a_failure() -> None:
-    assert failure(toys.trial(model={"_target_": "toys.Quits"})).error == "SystemExit: the user's model gives up"
-
-
-def test_a_mistake_in_the_experiment_comes_as_problems() -> None:
-    failed = failure(toys.trial(model={"_target_": "toys.not_a_model"}))
-    (problem,) = failed.problems
-    assert problem.key == "model"
-    assert failed.traceback == ""
-
-
-def test_a_broken_sample_comes_with_the_datasets_traceback() -> None:
-    failed = failure(toys.trial(data={"_target_": "toys.unreadable", "index": 5}))
-    assert failed.error == "sample 5 of the data can't be read: OSError: no such image"
-    assert "toys.py" in failed.traceback.splitlines()[1]
+def test_an_error_of_a_dataset_is_the_runs_own_with_its_traceback() -> None:
+    """Though its words are those of a lost rank."""
+    unreadable = {"_target_": "toys.unreadable", "index": 5}
+    for data, error in (
+        (unreadable, "sample 5 of the data can't be read: OSError: no such image"),
+        ({"_target_": "toys.far_away"}, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+    ):
+        failed = failure(toys.trial(data=data))
+        assert failed.error.endswith(error)
+        assert failed.origin == "rank"
+        assert "toys.py" in failed.traceback.splitlines()[1]
 
 
 def test_a_failure_has_the_reference_to_a_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,25 +158,22 @@ def test_a_failure_has_the_reference_to_a_variable_of_the_environment(monkeypatc
 
 
 def test_a_node_without_the_folder_of_the_run_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    there = toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"folder": str(tmp_path / "gone")})
+    there = toys.trial(**BROKEN).model_copy(update={"folder": str(tmp_path / "gone")})
     assert failure(there).error == (
         f"{os.uname().nodename} has no folder {tmp_path}/gone. All nodes must share the folder of runs. "
         "Set tracking.directory to a place that they share."
     )
 
 
-def test_a_strategy_that_needs_a_process_group_gets_one() -> None:
-    trial = toys.trial().model_copy(update={"strategy": "ddp"})
-    alone, grouped = toys.Kept(), toys.Kept()
-    worker.run(trial, rank=Rank(), outbox=grouped)
-    worker.run(toys.trial(), rank=Rank(), outbox=alone)
+# Process groups
 
+
+def test_a_strategy_that_needs_a_process_group_gets_one_and_leaves_none() -> None:
+    grouped = toys.Kept()
+    worker.run(toys.trial().model_copy(update={"strategy": "ddp"}), rank=Rank(), outbox=grouped)
     assert not torch.distributed.is_initialized()
-    assert grouped.series("train/loss") == pytest.approx(alone.series("train/loss"), rel=1e-12)
-
-
-def test_a_failure_leaves_no_process_group() -> None:
-    failure(toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"strategy": "ddp"}))
+    assert grouped.series("train/loss") == pytest.approx(toys.trained()[1].series("train/loss"), rel=1e-12)
+    failure(toys.trial(**BROKEN).model_copy(update={"strategy": "ddp"}))
     assert not torch.distributed.is_initialized()
 
 
@@ -225,14 +218,14 @@ def test_a_rank_without_a_gpu_of_its_own_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     update = {"strategy": "ddp", "workers": 2, "device": "cuda", "devices_per_worker": 1}
-    rank, outbox = Rank(local_rank=2, world_size=2, local_world_size=4, node="node"), toys.Kept()
-    with pytest.raises(worker.WorkerFailed):
-        worker.run(toys.trial().model_copy(update=update), rank=rank, outbox=outbox)
-
-    (failed,) = [event for event in outbox.events if isinstance(event, Failed)]
+    rank = Rank(local_rank=2, world_size=2, local_world_size=4, node="node")
+    failed = failure(toys.trial().model_copy(update=update), rank)
     message = "rank 0 on node has no GPU: CUDA shows 2 GPUs to 4 ranks (CUDA_VISIBLE_DEVICES: 0,1). Start at most"
     assert failed.error.startswith(message)
     assert failed.traceback == ""
+
+
+# The load of a node
 
 
 class Waiting(toys.Kept):
@@ -260,10 +253,7 @@ def test_the_load_of_a_node_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "INTERVAL_S", 0.05)
     first, second, *_ = sampled(Rank(node="n"), count=2)
     values = {point.name: point.value for point in second.points}
-
-    assert (first.node, {point.step for point in first.points}, {point.step for point in second.points}) == (
-        "n", {0}, {1},
-    )  # fmt: skip
+    assert (first.node, {p.step for p in first.points}, {p.step for p in second.points}) == ("n", {0}, {1})
     for name in ("cpu_utilization", "system_memory_usage", "disk_usage"):
         assert 0 <= values[f"system/{name}_percentage"] <= 100
     assert values["system/system_memory_usage_megabytes"] > 100
@@ -317,3 +307,93 @@ def test_one_rank_of_a_node_samples_and_only_in_trainings() -> None:
     assert kinds(toys.trial(), Rank()) == ["sampler"]
     assert kinds(toys.trial(), Rank(local_rank=1)) == []
     assert kinds(toys.trial(max_steps=2), Rank()) == []
+
+
+# Errors that share their type, or their words, with those of collectives and of memory that runs out
+
+CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
+LATE = "[/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
+
+
+def caught(act: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as info:  # noqa: PT011 (any)
+        act()
+    return info.value
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def by_torch(error: BaseException) -> BaseException:
+    """The error, raised as by torch.distributed."""
+    file = Path(dist.__file__ or "").parent / "distributed_c10d.py"
+    namespace: dict[str, Any] = {}
+    exec(compile("def all_reduce(error): raise error", str(file), "exec"), namespace)
+    return caught(lambda: namespace["all_reduce"](error))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError(CLOSED), "lost_peer"),
+        (RuntimeError(f"Got the following error when running the callback: RuntimeError: {CLOSED}"), "lost_peer"),
+        (dist.DistBackendError("NCCL error: remote process exited"), "lost_peer"),
+        (dist.DistNetworkError("Failed to recv, got 0 bytes"), "lost_peer"),
+        (RuntimeError(LATE), "peer_timeout"),
+        (RuntimeError("Application timeout caused pair closure"), "peer_timeout"),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL"), "peer_timeout"),
+        (RuntimeError("[enforce fail at /gloo/gloo/transport/tcp/pair.cc:456] op.nbytes. 300 vs 4"), "rank"),
+        (RuntimeError("Connection reset by peer"), "rank"),
+        (BrokenPipeError(32, "Broken pipe"), "rank"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_torch_raises_is_told_apart_by_type_and_place(error: Exception, expected: str) -> None:
+    """What user code raises is its own, whatever it says."""
+    if not isinstance(error, BrokenPipeError):
+        assert origin(by_torch(error)) == expected
+    assert origin(caught(lambda: fail(error.with_traceback(None)))) == "rank"
+
+
+class Picky(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        fail(RuntimeError(CLOSED))
+
+
+def test_an_error_of_user_code_within_a_backward_pass_or_of_an_operation_is_its_own() -> None:
+    inputs = torch.ones(2, requires_grad=True)
+    assert origin(caught(lambda: Picky.apply(inputs).sum().backward())) == "rank"
+    (inputs * 2).sum().backward()
+    inputs.register_hook(lambda gradient: fail(RuntimeError(LATE)))
+    assert origin(caught(lambda: (inputs * 2).sum().backward())) == "rank"
+    assert origin(caught(lambda: torch.ones(2, 3) @ torch.ones(2, 3))) == "rank"
+    timeout = timedelta(milliseconds=100)
+    error = caught(lambda: dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timeout))
+    assert (isinstance(error, dist.DistNetworkError), origin(error)) == (True, "rank"), "a store of user code"
+
+
+def test_what_is_raised_from_a_lost_peer_is_one() -> None:
+    def constructor(cause: BaseException) -> None:
+        raise LookupError("no model") from cause
+
+    error = KeyError("mine")
+    error.__cause__ = error
+    assert origin(caught(lambda: constructor(by_torch(RuntimeError(CLOSED))))) == "lost_peer"
+    assert origin(caught(lambda: fail(error))) == "rank"
+
+
+def test_memory_that_user_code_speaks_of_is_not_ours() -> None:
+    for words in ("the GPU server is out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED"):
+        assert not is_out_of_memory(caught(lambda words=words: fail(RuntimeError(words))))
+        assert is_out_of_memory(by_torch(RuntimeError(words)))
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")):
+        assert is_out_of_memory(error)
+    assert is_out_of_memory(caught(lambda: nn.Linear(10**7, 10**7)))
+    assert not is_out_of_memory(caught(lambda: torch.ones(2, 3) @ torch.ones(2, 3)))
+    assert not is_out_of_memory(ValueError("out of memory"))
