@@ -1,9 +1,4 @@
-"""Work of one rank, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
-
-A rank of ``launcher: torchrun`` can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json``
-trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It begins at the first
-step and saves no checkpoints: those of the run stay as they are.
-"""
+"""Work of one rank, whichever launcher started it: `run` builds, trains, and sends what happens to the driver."""
 
 import gc
 import importlib
@@ -29,18 +24,15 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from pipeline import registry, system
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, Stopped
 from pipeline.experiment import references
-from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
+from pipeline.protocol.channel import Address, ChannelOutbox
 from pipeline.protocol.events import (
-    AnyEvent,
     Evaluated,
     Failed,
     Finished,
-    Heartbeat,
     Outbox,
     Point,
     SystemMetrics,
     Warned,
-    event_to_json,
 )
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.rank import Job, Rank
@@ -328,13 +320,6 @@ def end_process(close: Callable[[], None]) -> None:
     os._exit(1)
 
 
-def rank_from_environment() -> Rank:
-    """Return the rank that ``torchrun`` gave this process; rank 0 of 1 without ``torchrun``."""
-    names = {"rank": "0", "local_rank": "0", "world_size": "1", "local_world_size": "1"}
-    numbers = {name: int(os.environ.get(name.upper(), default)) for name, default in names.items()}
-    return Rank(**numbers, node=socket.gethostname())
-
-
 def redirect_output(folder: Path, rank: Rank) -> None:
     """Redirect standard output and standard error, those of C libraries included, to files in a folder."""
     for stream, number, name in ((sys.stdout, 1, "stdout"), (sys.stderr, 2, "stderr")):
@@ -376,28 +361,3 @@ def work(libraries: Sequence[str]) -> None:
         leftovers.end(_log.warning)
         system.exit_in_time(1)
     system.exit_in_time(0)
-
-
-class _PrintingOutbox(DirectOutbox):
-    """Outbox of a rank that is replayed by hand: prints events as JSON lines, except heartbeats; keeps no files."""
-
-    def __init__(self) -> None:
-        super().__init__(Path(), self._print)
-
-    def _print(self, event: AnyEvent) -> None:
-        if not isinstance(event, Heartbeat):
-            sys.stdout.write(event_to_json(event).decode() + "\n")
-
-    def file(self, path: Path, name: str) -> None:
-        """Keep nothing."""
-
-
-if __name__ == "__main__":
-    try:
-        replayed = trial_from_json(Path(sys.argv[1]).read_text())
-        if isinstance(replayed, Training):
-            replayed = replayed.model_copy(update={"checkpoints": "", "resume": False})
-        run(replayed, rank_from_environment(), _PrintingOutbox())
-    except WorkerFailed:
-        log_traceback()
-        sys.exit(1)

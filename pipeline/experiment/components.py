@@ -129,18 +129,6 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
     return Checked([*problems, *rejected], rejected)
 
 
-def find_wrong_names(tree: Mapping[str, Any]) -> list[Problem]:
-    """Find components that can't be used in a file that is wrong elsewhere, so that all its problems are named."""
-    found = dict[str, Problem]()
-    for parts, target in keys.walk(tree):
-        if parts[-1:] == ("_target_",) and isinstance(target, str) and all(map(str.isidentifier, target.split("."))):
-            try:
-                targets.find(target, key=keys.join(parts[:-1]), allowed=targets.allowed_packages())
-            except ExperimentError as error:
-                found |= {problem.message: problem for problem in error.problems if problem.message not in found}
-    return list(found.values())
-
-
 def _iter_found(component: Component, *, key: str, allowed: tuple[str, ...]) -> Iterator[_Found | Problem]:
     """Yield a component and those nested in it, or what is wrong with their names."""
     try:

@@ -10,7 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from pipeline.experiment import keys
 from pipeline.experiment.keys import Part
-from pipeline.experiment.schema import LIGHTNING, Experiment
+from pipeline.experiment.schema import Experiment
 
 Schema = Mapping[str, Any]
 
@@ -111,26 +111,6 @@ def experiment_json_schema() -> dict[str, Any]:
                 description = f"Dotted name of a class or function in an allowed package, e.g. {targets[0]}."
                 target = {"type": "string", "description": description, "examples": list(targets)}
                 choice["properties"] = {"_target_": target}
-    complete = _find_required(root, root)
-    own = [name for name in complete["required"] if name in ("model", "optimizer")]
-    complete["required"] = [name for name in complete["required"] if name not in own]
-    task = {"properties": {"_target_": {"const": LIGHTNING}}, "required": ["_target_"]}  # whose module brings them
-    complete["anyOf"] = [{"required": own}, {"required": ["task"], "properties": {"task": task}}]
-    for section in (root, *root["$defs"].values()):
+    for section in (root, *root["$defs"].values()):  # the file that this one extends may have the required keys
         section.pop("required", None)
-    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return {**draft, **root, "if": {"not": {"required": ["extends"]}}, "then": complete}
-
-
-def _find_required(schema: Schema, root: Schema) -> dict[str, Any]:
-    """Return a schema that demands the required keys of a section, and of those inside, and nothing else."""
-    section, found = follow(schema, root), dict[str, Any]()
-    if "required" in section:
-        found["required"] = section["required"]
-    properties = {name: _find_required(value, root) for name, value in section.get("properties", {}).items()}
-    if names := {name: inner for name, inner in properties.items() if inner}:
-        found["properties"] = names
-    for name in ("items", "additionalProperties"):
-        if isinstance(section.get(name), Mapping) and (inner := _find_required(section[name], root)):
-            found[name] = inner
-    return found
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
-from pipeline.experiment import components, jsonschema, keys, references, sweep, yaml_text
+from pipeline.experiment import jsonschema, keys, references, sweep, yaml_text
 from pipeline.experiment.consistency import contradictions
 from pipeline.experiment.problems import describe_value, find_problems
 from pipeline.experiment.schema import Experiment
@@ -197,8 +197,6 @@ def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
     reported = {problem.key for problem in found}  # what follows from them is no news
     found += [problem for problem in more if reported.isdisjoint(keys.ancestors(problem.key))]
     if found or rejected:
-        reported = {problem.key for problem in found}
-        found += [problem for problem in components.find_wrong_names(tree) if problem.key not in reported]
         raise places.explain([*found, *rejected])
     file = ExperimentFile(Path(name), experiment, places, tree, read.bases)
     if wrong := sweep.find_problems(experiment.sweep, file.vary):

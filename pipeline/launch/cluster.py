@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import psutil
 import ray
@@ -132,54 +132,6 @@ def _refusal(address: str | None, error: Exception) -> str:
         size = said.partition(". ")[0]
         return f"{_project()}: the code can't be sent to the cluster: {size}. Name data in .gitignore or .rayignore."
     return f"no Ray cluster answers at {address}: {first_line(error)}"
-
-
-class LocalRay(threading.Thread):
-    """A local Ray that starts meanwhile, in a thread that holds it: Linux ends Ray's processes together with it."""
-
-    newest: ClassVar["LocalRay | None"] = None
-
-    def __init__(self, *, verbose: bool) -> None:
-        super().__init__(name="local-ray", daemon=True)
-        self._verbose = verbose
-        self._error: BaseException | None = None
-        self._is_ready, self.is_over = threading.Event(), threading.Event()
-        LocalRay.newest = self
-        self.start()
-
-    def run(self) -> None:
-        """Hold it."""
-        try:
-            with connected(None, verbose=self._verbose):
-                self._is_ready.set()
-                self.is_over.wait()
-        except BaseException as error:  # noqa: BLE001 - raised in __enter__
-            self._error = error
-        self._is_ready.set()
-
-    def __enter__(self) -> Self:
-        try:
-            self._is_ready.wait()
-        except BaseException:  # Ctrl-C
-            self.end()
-            raise
-        if self._error is not None:
-            raise self._error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """End it, if it hasn't ended, and wait for that."""
-        self.is_over.set()
-        self.join()
-
-
-def local_ray(*, verbose: bool) -> LocalRay:
-    """Return the local Ray that was started in advance, or a new one. The caller ends it."""
-    newest = LocalRay.newest
-    return LocalRay(verbose=verbose) if newest is None or newest.is_over.is_set() else newest
 
 
 def outside_main_thread(

@@ -54,23 +54,15 @@ class Launcher(base.Launcher):
     @classmethod
     @contextmanager
     def preparing(cls, experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
-        """Start a local Ray; the workers have Python's hashes from the experiment's seed."""
+        """Let the workers have Python's hashes from the experiment's seed."""
         with environment(PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", str(experiment.seed % 2**32))):
-            begun = cluster.LocalRay(verbose=verbose) if experiment.parallel.cluster is None else None
-            try:
-                yield
-            finally:
-                if begun is not None:
-                    begun.end()
+            yield
 
     def __enter__(self) -> Self:
         """Connect to Ray. An existing cluster receives the code; a local Ray needs none."""
-        verbose = self.session.verbose
         begin_stage("starting Ray" if self._address is None else "connecting to Ray")
-        if self._address is None:
-            self.held.enter_context(cluster.local_ray(verbose=verbose))
-        else:
-            self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
+        verbose = self.session.verbose
+        self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
         return self
 
     @staticmethod

@@ -30,9 +30,7 @@ class Plan(Frozen):
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]
-    """Trials that are launched one after the other."""
     notes: tuple[str, ...] = ()
-    """Notes to the user, shown before the first trial starts."""
 
     @property
     def main(self) -> Trial:
@@ -245,6 +243,8 @@ def _find_notes(main: Training, planner: Planner, resources: Resources) -> Itera
         )
     if parallel.launcher != "ray" and (address := os.environ.get("RAY_ADDRESS")):
         yield f"RAY_ADDRESS={address}: ignored. To train on this cluster, set parallel.launcher=ray."
+    if tracking.experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+        yield f"MLFLOW_EXPERIMENT_ID={number}: ignored. Set tracking.experiment to the experiment's name in MLflow."
     if "working_dir" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
         places = {
             "tracking.directory": tracking.directory,

@@ -25,14 +25,14 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "": 1_226,
+    "": 1_186,
     "api": 493,
     "cli": 737,
     "commands": 4_943,
     "data": 1_026,
     "drive": 1_083,
-    "experiment": 3_436,
-    "launch": 1_988,
+    "experiment": 3_402,
+    "launch": 1_932,
     "models": 408,
     "plan": 671,
     "protocol": 1_526,
@@ -41,12 +41,12 @@ LARGER_TODAY = {
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_717,
-    "train": 9_245,
+    "train": 9_244,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 47_112
+TEST_LINES = 45_953
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -43,15 +43,9 @@ def _set(*path: str | int, to: object) -> Callable[[Any], None]:
     return change
 
 
-def _without(name: str) -> Callable[[Any], None]:
-    return lambda experiment: experiment.pop(name)
-
-
 BAD = {
     "unknown section": _set("trian", to={}),
     "unknown key": _set("train", "batchsize", to=128),
-    "no model": _without("model"),
-    "no training": _without("train"),
     "text for a number": _set("train", "epochs", to="five"),
     "nothing to do": _set("train", "epochs", to=0),
     "unknown precision": _set("train", "precision", to="fp8"),
@@ -62,10 +56,8 @@ BAD = {
     "no baseline": _set("benchmark", to={"baseline": []}),
     "unknown strategy of the baseline": _set("benchmark", to={"baseline": {"strategy": "none"}}),
     "no dotted name": _set("model", "_target_", to="MLP"),
-    "no target": _set("optimizer", to={"lr": 0.1}),
     "name with a space": _set("name", to="my experiment"),
     "negative seed": _set("seed", to=-1),
-    "no component": _set("sampler", to={"weights": "balanced"}),
     "metric of training": _set("checkpoint", to={"best": "train/loss"}),
 }
 

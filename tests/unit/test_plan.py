@@ -49,6 +49,9 @@ def test_variables_of_a_platform_that_are_ignored_are_named(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "1")
     (note,) = (note for note in plan().notes if "ignored" in note)
     assert note == "RAY_ADDRESS=10.1.1.1:6379: ignored. To train on this cluster, set parallel.launcher=ray."
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "7")
+    assert any(note.startswith("MLFLOW_EXPERIMENT_ID=7: ignored. Set tracking.experiment") for note in plan().notes)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     ranks, _ = (note for note in plan().notes if "ignored" in note)

@@ -206,14 +206,6 @@ def test_a_group_of_gpus_outlasts_the_hang_detector_and_is_destroyed_at_a_stop(m
     assert end == "destroyed"
 
 
-def test_the_rank_that_torchrun_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker.rank_from_environment() == Rank(node=os.uname().nodename)
-    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    rank = worker.rank_from_environment()
-    assert (rank.rank, rank.local_rank, rank.world_size, rank.local_world_size) == (5, 1, 8, 4)
-
-
 def test_a_rank_without_a_gpu_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import printed_rank
 import pytest
 
 from pipeline import registry
@@ -137,8 +138,8 @@ def between(nodes: tuple[str, str], folder: Path) -> tuple[Advice, ...]:
 def _worker(node: str, assignment: Path, *, rank: int) -> subprocess.Popen[str]:
     """A rank in a namespace, whose own host name tells it from the other's node."""
     variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": PORT}
-    variables |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
-    named = f"hostname node-{rank + 1} && exec {sys.executable} -m pipeline.worker {assignment}"
+    variables |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1, "LOCAL_RANK": 0}
+    named = f"hostname node-{rank + 1} && exec {sys.executable} {printed_rank.__file__} {assignment}"
     return subprocess.Popen(
         ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", named],
         env=os.environ | {name: str(value) for name, value in variables.items()},

@@ -1,7 +1,6 @@
-"""A local Ray that starts while the driver does something else."""
+"""A local Ray that ends with its context, or can't start."""
 
 import os
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,9 +11,7 @@ import pytest
 import ray
 
 from pipeline.errors import ResourceError
-from pipeline.experiment.load import load
-from pipeline.launch import ray as launcher
-from pipeline.launch.cluster import LocalRay, local_ray
+from pipeline.launch.cluster import connected
 
 MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 DDP = ("parallel.launcher=ray", "parallel.strategy=ddp", "parallel.workers=2")
@@ -37,47 +34,20 @@ def command(process: psutil.Process) -> str:
     return ""
 
 
-def test_what_was_begun_is_used_and_ended() -> None:
-    with launcher.Launcher.preparing(load(MLP, DDP).experiment):
-        begun = LocalRay.newest
-        assert begun is not None
-        with local_ray(verbose=False) as local:
-            assert local is begun
-            assert ray.cluster_resources()["CPU"] == os.cpu_count()
-            there = commands()
+def test_a_local_ray_leaves_no_process() -> None:
+    with connected(None, verbose=False):
+        assert ray.cluster_resources()["CPU"] == os.cpu_count()
+        there = commands()
     assert "raylet" in there
-    assert not begun.is_alive()
     assert not ray.is_initialized()
     assert not commands()
-
-
-def test_ctrl_c_while_it_starts() -> None:
-    begun = local_ray(verbose=False)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with pytest.raises(KeyboardInterrupt), begun:
-            pass
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert not begun.is_alive()
-    assert not commands()
-
-
-def test_others_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = LocalRay.newest
-    with launcher.Launcher.preparing(load(MLP, [*DDP, "parallel.address=127.0.0.1:1"]).experiment):
-        assert LocalRay.newest is before
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with launcher.Launcher.preparing(load(MLP, DDP).experiment):
-        assert LocalRay.newest is before
 
 
 def test_a_ray_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 30)))  # too long for a socket's path
     with (
         pytest.raises(ResourceError, match=r"a local Ray could not be started: .* path length.* Set TMPDIR"),
-        local_ray(verbose=False),
+        connected(None, verbose=False),
     ):
         pass
     assert not ray.is_initialized()
