@@ -3,15 +3,14 @@
 # promise: `benchmark --batch-sizes`: which sizes are tried
 # promise: `benchmark --predict`, the network measured and checked
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from samples import ALL_CORES, BASELINE, HARDWARE, LOSSES, finished, spread, trial
+from screens import check, shown
 
 from pipeline.commands.benchmark import Cell, Matrix, Request, check_request, make_matrix, too_small
 from pipeline.errors import ExperimentError, ResourceError, UsageError
@@ -35,7 +34,7 @@ from pipeline.results.measured import Entry
 from pipeline.results.page import render
 from pipeline.results.record import Fact, Result
 from pipeline.results.speedup import Row, measure_rows
-from pipeline.results.terminal import format_full, format_screen
+from pipeline.results.terminal import format_full
 
 LAPTOP = Resources(cpus=2, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
@@ -354,20 +353,9 @@ SCREENS: dict[str, Callable[[], Result]] = {
 }
 
 
-def check(name: str, text: str) -> None:
-    """Compare a text with its file; ``UPDATE_SCREENS=1`` writes it again."""
-    path = Path(__file__).parent / "screens" / f"{name}.txt"
-    if os.environ.get("UPDATE_SCREENS"):
-        path.write_text(text)
-    assert text == path.read_text()
-
-
 @pytest.mark.parametrize("name", SCREENS)
 def test_a_screen_has_this_text(name: str) -> None:
-    lines = format_screen(SCREENS[name]())
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
-    check(name, "\n".join([*lines, ""]))
+    check(name, shown(SCREENS[name]()))
 
 
 def test_a_whole_result_has_this_text() -> None:
@@ -379,8 +367,7 @@ def test_a_whole_result_has_this_text() -> None:
 def test_a_screen_has_room_for_many_rows_and_says_what_is_left_out() -> None:
     cells = [cell(f"fsdp-{n}", n, variant="activation_checkpointing, mixed") for n in range(2, 30)]
     found = rows(dict.fromkeys(["baseline", *(one.name for one in cells)], (100.0, 100.1)), ONE, *cells)
-    lines = format_screen(result(found))
-    assert len(lines) <= 24
+    lines = shown(result(found)).splitlines()
     assert any(re.fullmatch(r"\d+ more: pipeline show latest --full", line) for line in lines)
     assert any(line.startswith("29 workers") for line in lines)  # the result is about it
 

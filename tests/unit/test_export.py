@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlflow  # noqa: F401 - its import starts uname, and a test may start no process
 import numpy
 import pytest
 import torch
 from outside import code
 from safetensors.torch import load_file
-from test_run_results import check
+from screens import check
 from toy_runs import toy_run
 from toys import ComparedNet, regression
 

@@ -199,15 +199,10 @@ def test_parts_add_up():
 @pytest.mark.parametrize(
     ("text", "gbit", "us"),
     [
-        ("10Gbit,50us", 10, 50),
-        ("25Gbit,20us", 25, 20),
-        ("100 Mbit/s, 0.1 ms", 0.1, 100),
-        ("1.5gbps,1ms", 1.5, 1000),
-        ("56kbit,1s", 56e-6, 1e6),
-        ("0.2Tbit,700ns", 200, 0.7),
-        ("1Gbit,0us", 1, 0),
+        ("10Gbit,50us", 10, 50), ("25Gbit,20us", 25, 20), ("100 Mbit/s, 0.1 ms", 0.1, 100),
+        ("1.5gbps,1ms", 1.5, 1000), ("56kbit,1s", 56e-6, 1e6), ("0.2Tbit,700ns", 200, 0.7), ("1Gbit,0us", 1, 0),
     ],
-)
+)  # fmt: skip
 def test_links_are_understood(text, gbit, us):
     link = parse_link(text)
     assert link.bandwidth_gbit == pytest.approx(gbit)

@@ -118,17 +118,11 @@ def test_a_trial_that_tune_stops_loses_its_lifeline(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("code", "end", "shares_cluster", "expected"),
     [
-        (143, "KILLED", False, "interrupted"),  # Ctrl-C
-        (-15, "", False, "not started"),  # ... while it imports torch
-        (-9, "KILLED", False, "interrupted"),
-        (-9, "", False, "failed"),
-        (2, "KILLED", False, "failed"),  # the end in the journal is that of an earlier session
-        (1, "FAILED", False, "failed"),
-        (3, "FAILED", False, "failed"),  # on this machine a lack is a failure
-        (3, "KILLED", True, "interrupted"),
-        (3, "FAILED", True, "interrupted"),  # it failed in an earlier session
+        (143, "KILLED", False, "interrupted"), (-15, "", False, "not started"), (-9, "KILLED", False, "interrupted"),
+        (-9, "", False, "failed"), (2, "KILLED", False, "failed"), (1, "FAILED", False, "failed"),
+        (3, "FAILED", False, "failed"), (3, "KILLED", True, "interrupted"), (3, "FAILED", True, "interrupted"),
     ],
-)
+)  # fmt: skip
 def test_the_end_of_a_trials_process(tuned: Tuned, code: int, end: Any, shares_cluster: bool, expected: str) -> None:
     tuned.plan.shares_cluster = shares_cluster
     events = (OPENED, evaluation(1, 0.5), RunClosed(status=end, message=NO_ROOM)) if end else ()
