@@ -76,18 +76,12 @@ OPTIONS = {"benchmark": {"baseline": {"strategy": "ddp", "workers": 1, "options"
     [
         ({}, {}, ["1 worker", "ddp, 2 workers"]),
         ({}, {"benchmark": {"baseline": {"strategy": "ddp"}}}, ["ddp, 2 workers"]),
-        (
-            {"strategies": ("single", "dp", "ddp"), "workers": (1, 2)},
-            {},
-            ["1 worker", "dp, 1 worker", "ddp, 1 worker", "ddp, 2 workers"],
-        ),
+        ({"strategies": ("single", "dp", "ddp"), "workers": (1, 2)}, {},
+         ["1 worker", "dp, 1 worker", "ddp, 1 worker", "ddp, 2 workers"]),
         ({"workers": (2,)}, OPTIONS, ["ddp, 1 worker", "ddp, 2 workers"]),
         ({"batch_sizes": (4, 8)}, {}, ["1 worker", "ddp, 2 workers", "ddp, 2 workers (batch 4)"]),
-        (
-            {"vary": (("parallel.options.static_graph=false",), ("parallel.options.static_graph=true",))},
-            {},
-            ["1 worker", "ddp, 2 workers (static_graph=false)", "ddp, 2 workers (static_graph=true)"],
-        ),
+        ({"vary": (("parallel.options.static_graph=false",), ("parallel.options.static_graph=true",))}, {},
+         ["1 worker", "ddp, 2 workers (static_graph=false)", "ddp, 2 workers (static_graph=true)"]),
         (
             {"vary": (("loader.num_workers=0",), ("loader.num_workers=1",)), "strategies": ("single", "ddp")},
             {},
@@ -98,11 +92,8 @@ OPTIONS = {"benchmark": {"baseline": {"strategy": "ddp", "workers": 1, "options"
                 "ddp, 2 workers (num_workers=1)",
             ],
         ),
-        (
-            {"vary": (("parallel.workers=1",), ("parallel.workers=2",))},
-            {},
-            ["1 worker", "ddp, 1 worker", "ddp, 2 workers"],
-        ),
+        ({"vary": (("parallel.workers=1",), ("parallel.workers=2",))}, {},
+         ["1 worker", "ddp, 1 worker", "ddp, 2 workers"]),
         ({"strategies": ("single",), "predict": (8,)}, {}, ["1 worker", "ddp, 2 workers"]),
     ],
 )  # fmt: skip
@@ -145,32 +136,17 @@ def test_other_numbers_of_workers_keep_the_global_batch() -> None:
 @pytest.mark.parametrize(
     ("resources", "wanted", "sections", "reason"),
     [
-        (
-            LAPTOP,
-            {"workers": (2, 4)},
-            {},
-            "4 workers with 1 core each need 4 cores. laptop has 2 cores, 16 GiB, no GPU. Use at most 2 workers",
-        ),
-        (
-            CPUS,
-            {"workers": (32,)},
-            {},
-            "train.global_batch_size: 16 samples cannot be split over 32 workers. Use at least 32, or fewer workers",
-        ),
-        (
-            LAPTOP,
-            {"strategies": ("ddp",), "workers": (2,)},
-            {"parallel": {}},
-            "parallel.workers: is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray",
-        ),
-        (
-            CPUS,
-            {"batch_sizes": (4,)},
-            {"parallel": {**DDP, "workers": 64}, "train": {"epochs": 1, "global_batch_size": 64}},
-            "64 workers with 32 cores each need 2048 cores. server has 32 cores, 256 GiB, no GPU. Use at most 1 worker",
-        ),
+        (LAPTOP, {"workers": (2, 4)}, {},
+         "4 workers with 1 core each need 4 cores. laptop has 2 cores, 16 GiB, no GPU. Use at most 2 workers"),
+        (CPUS, {"workers": (32,)}, {},
+         "train.global_batch_size: 16 samples cannot be split over 32 workers. Use at least 32, or fewer workers"),
+        (LAPTOP, {"strategies": ("ddp",), "workers": (2,)}, {"parallel": {}},
+         "parallel.workers: is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray"),
+        (CPUS, {"batch_sizes": (4,)},
+         {"parallel": {**DDP, "workers": 64}, "train": {"epochs": 1, "global_batch_size": 64}},
+         "64 workers with 32 cores each need 2048 cores. server has 32 cores, 256 GiB, no GPU. Use at most 1 worker"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_run_is_kept_with_the_reason(resources: Resources, wanted: Any, sections: Any, reason: str) -> None:
     cell: Cell = matrix(resources, sections=sections, **wanted).cells[-1]
     assert (cell.trial, cell.reason) == (None, reason)

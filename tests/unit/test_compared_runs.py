@@ -86,14 +86,11 @@ def test_answers(
     ("apart", "answered", "said"),
     [
         (0.0, "identical", "A and B are identical: the same losses to the bit, 2 pairs"),
-        (
-            2e-8,
-            "identical",
-            "A and B are identical but for rounding: no loss and no validation/accuracy differs by more",
-        ),
+        (2e-8, "identical",
+         "A and B are identical but for rounding: no loss and no validation/accuracy differs by more"),
         (1e-3, "inconclusive", "Inconclusive whether B is better than A"),
     ],
-)
+)  # fmt: skip
 def test_trainings_with_the_same_losses_are_identical(tmp_path: Path, apart: float, answered: str, said: str) -> None:
     runs = [
         training(tmp_path, f"{lr}-{seed}", seed=seed, lr=lr, losses=(1.0, (0.5 + seed) * (1 + apart * index)),

@@ -182,33 +182,21 @@ class TestResolve:
     @pytest.mark.parametrize(
         ("target", "expected"),
         [
-            (
-                "os.system",
-                'os.system is not in an allowed package. To allow your package, write packages = ["myproject"]',
-            ),
+            ("os.system",
+             'os.system is not in an allowed package. To allow your package, write packages = ["myproject"]'),
             ("torch.nn.Linera", "torch.nn has no Linera; did you mean Linear?"),
             ("torch.optim.lr_schedular.StepLR", "torch.optim has no lr_schedular; did you mean lr_scheduler?"),
             ("torch.SGD", "torch has no SGD; did you mean torch.optim.SGD?"),
             ("troch.nn.Linear", "troch is not an allowed package; did you mean torch.nn.Linear?"),
             ("torch.load", "torch.load is defined in torch.serialization, which is not allowed. To use it, call "),
-            (
-                "torch.nn.modules.linear.math",
-                "torch.nn.modules.linear.math is a module, not a class or function. It defines",
-            ),
-            (
-                "torch.nn.Linear.forward",
-                "torch.nn.Linear.forward is a method. Only methods of the project",
-            ),
-            (
-                "torch.nn.functional.relu.x",
-                "torch.nn.functional.relu.x: torch.nn.functional.relu is not a module or a class",
-            ),
-            (
-                "torch.nn._reduction.get_enum",
-                "torch.nn._reduction.get_enum is private: names that start with an under",
-            ),
+            ("torch.nn.modules.linear.math",
+             "torch.nn.modules.linear.math is a module, not a class or function. It defines"),
+            ("torch.nn.Linear.forward", "torch.nn.Linear.forward is a method. Only methods of the project"),
+            ("torch.nn.functional.relu.x",
+             "torch.nn.functional.relu.x: torch.nn.functional.relu is not a module or a class"),
+            ("torch.nn._reduction.get_enum", "torch.nn._reduction.get_enum is private: names that start with an under"),
         ],
-    )
+    )  # fmt: skip
     def test_each_refusal_says_what_to_do(self, target: str, expected: str) -> None:
         assert refusal(target).startswith(expected)
 
@@ -255,12 +243,10 @@ class TestResolve:
             ("import not_there_either\n", "ModuleNotFoundError: No module named 'not_there_either' (nets.py:1)"),
             ("import sys\nsys.exit(3)\n", "SystemExit: 3 (nets.py:2)"),
             ("import torch\ntorch.zeros(2, 'a')\n", "(nets.py:2)"),
-            (
-                "raise RuntimeError('operator torchvision::nms does not exist\\nmore')\n",
-                "RuntimeError: operator torchvision::nms does not exist more (nets.py:1)",
-            ),
+            ("raise RuntimeError('operator torchvision::nms does not exist\\nmore')\n",
+             "RuntimeError: operator torchvision::nms does not exist more (nets.py:1)"),
         ],
-    )
+    )  # fmt: skip
     def test_a_package_that_fails_shows_its_line(self, package: Any, text: str, expected: str) -> None:
         name = package(nets=text)
         message = refusal(f"{name}.nets.Net", name)
@@ -484,13 +470,10 @@ def test_names_that_run_code_have_a_reason_and_a_remedy(target: str) -> None:
     [
         (["data._target_=torch.utils.data.datapipes.gen_pyi.gen_from_template"], {}, "data._target_"),
         (["model.in_features={_target_: os.system, command: x}"], {}, "model.in_features._target_"),
-        (
-            [],
-            {"sweep": {"parameters": {"optimizer._target_": {"grid": ["torch.optim.SGD", "torch.load"]}}}},
-            "sweep.parameters.optimizer._target_",
-        ),
+        ([], {"sweep": {"parameters": {"optimizer._target_": {"grid": ["torch.optim.SGD", "torch.load"]}}}},
+         "sweep.parameters.optimizer._target_"),
     ],
-)
+)  # fmt: skip
 def test_no_component_is_called_before_all_names_are_allowed(
     package: Any,
     overrides: list[str],

@@ -132,18 +132,13 @@ def test_a_missing_key_is_missing_in_the_file_that_extends() -> None:
         ('"${oc.env:BASE}"', "lab/e.yaml:2: extends: is '${oc.env:BASE}' (a string); write the path"),
         ("bose.yaml", "lab/e.yaml:2: extends: is bose.yaml; lab/bose.yaml: there is no such file; did you mean"),
         (".", "lab/e.yaml:2: extends: is .; lab is a folder, not an experiment file; there are"),
-        (
-            "e.yaml",
-            "lab/e.yaml:2: extends: the files extend each other: lab/e.yaml extends lab/e.yaml. Remove one of them.",
-        ),
-        (
-            "ring.yaml",
-            "lab/ring.yaml:1: extends: the files extend each other: lab/e.yaml extends lab/ring.yaml",
-        ),
+        ("e.yaml",
+         "lab/e.yaml:2: extends: the files extend each other: lab/e.yaml extends lab/e.yaml. Remove one of them."),
+        ("ring.yaml", "lab/ring.yaml:1: extends: the files extend each other: lab/e.yaml extends lab/ring.yaml"),
         ("damaged.yaml", "lab/damaged.yaml:3: can't be read as YAML: while parsing a flow node"),
         ("text.yaml", "lab/text.yaml: is 'text' (a string); write sections"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_extended_is_refused(extends: str, message: str) -> None:
     Path("lab/ring.yaml").write_text("extends: ../lab/e.yaml\n")
     Path("lab/damaged.yaml").write_text("name: x\nmodel: {\n")

@@ -54,12 +54,8 @@ OLD = {"driver": "550.54", "driver_cuda": "12.4"}
 @pytest.mark.parametrize(
     ("facts", "status", "said", "fix"),
     [
-        (
-            {"shared_memory_mb": 64, "shared_memory_free_mb": 60},
-            "warning",
-            "60 MiB of 64 MiB are free",
-            "--shm-size=2g",
-        ),
+        ({"shared_memory_mb": 64, "shared_memory_free_mb": 60}, "warning", "60 MiB of 64 MiB are free",
+         "--shm-size=2g"),
         ({"shared_memory_free_mb": 4}, "warning", "4 MiB of 4096 MiB are free in /dev/shm", "/dev/shm"),
         ({"torch": None}, "problem", "a has no torch, and this machine has 2.13.0", "pip install torch==2.13.0"),
         ({"python": "3.12.1"}, "problem", "a has Python 3.12, and this machine has 3.", "use Python 3."),
@@ -68,7 +64,7 @@ OLD = {"driver": "550.54", "driver_cuda": "12.4"}
         (cuda(**OLD), "problem", "driver 550.54 supports CUDA up to 12.4. torch 2.13.0+cu130 needs 13.0", ""),
         (cuda(torch=UNKNOWN), "problem", "CUDA unknown error", ""),
     ],
-)
+)  # fmt: skip
 def test_what_is_lacking_is_said_with_what_mends_it(facts: dict[str, object], status: str, said: str, fix: str) -> None:
     finding = bad(node(**facts))
     assert finding.status == status

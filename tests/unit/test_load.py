@@ -130,41 +130,27 @@ class TestNotYaml:
             ("a: {b: 1\nc: 2", "e.yaml:1: can't be read as YAML: while parsing a flow mapping: expected ',' or '}'"),
             ("a: 1\nb: {c: ${d}}", 'e.yaml:2: inside {} and [] a ${...} needs quotes; write "${...}"'),
             ("a: 1\nb: 'x\nc: 2", "e.yaml:2: can't be read as YAML: while scanning a quoted scalar: "),
-            (
-                "a:\n  b: 1\n   c: 2",
-                "e.yaml:3: an unexpected colon. Indent less, or put a string with ': ' in quotes",
-            ),
-            (
-                "a:\n   b: 1\n  c: 2",
-                "e.yaml:3: the indentation does not match a section above. Start all its keys",
-            ),
+            ("a:\n  b: 1\n   c: 2", "e.yaml:3: an unexpected colon. Indent less, or put a string with ': ' in quotes"),
+            ("a:\n   b: 1\n  c: 2", "e.yaml:3: the indentation does not match a section above. Start all its keys"),
             ("a: 1\nb\n", "e.yaml:2: can't be read as YAML: while scanning a simple key: could not find expected ':'"),
             ("a: *b", "e.yaml:1: can't be read as YAML: found undefined alias 'b'"),
             ("a: 1\n---\nb: 1", "e.yaml:2: can't be read as YAML: expected a single document in the stream: "),
             ("a: @b", "e.yaml:1: can't be read as YAML: while scanning for the next token: found character '@'"),
-            (
-                "a: 1\nb: !!python/name:os.system x",
-                "e.yaml:2: b: the YAML tag !!python/name:os.system is not supported",
-            ),
+            ("a: 1\nb: !!python/name:os.system x",
+             "e.yaml:2: b: the YAML tag !!python/name:os.system is not supported"),
             ("a: {On: x}", "e.yaml:1: a: the key On is not a string; put it in quotes"),
             ("a: {1: x}", "e.yaml:1: a: the key 1 is not a string; put it in quotes"),
             ("a: !!int x", "e.yaml:1: a: 'x' is not an integer of at most 64 bits; put strings in quotes"),
             ("a: #ff0000", "e.yaml:1: a: is empty, since # starts a comment. Write '#ff0000', or null."),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
             ("a: &a [*a]", "e.yaml:1: "),
-            (
-                "a: 1\nb: [0, no]",
-                "e.yaml:2: b[1]: is no, which YAML 1.1 reads as false. Write false, ",
-            ),
-            (
-                "a: 695e0514",
-                "e.yaml:1: a: is 695e0514, which YAML 1.1 reads as .inf. Write .inf, or '695e0514' for",
-            ),
+            ("a: 1\nb: [0, no]", "e.yaml:2: b[1]: is no, which YAML 1.1 reads as false. Write false, "),
+            ("a: 695e0514", "e.yaml:1: a: is 695e0514, which YAML 1.1 reads as .inf. Write .inf, or '695e0514' for"),
             ("a: 00e1", "e.yaml:1: a: is 00e1, which YAML 1.1 reads as 0.0. Write 0.0, or '00e1' for the text."),
             ("a: {cat:2, b: 1}", "e.yaml:1: a.cat:2: has no value. Put a space after the colon: cat: 2"),
             ("a: " + "[" * 1000, "e.yaml:1: nested deeper than 40 levels"),
         ],
-    )
+    )  # fmt: skip
     def test_each_has_a_sentence_and_a_line(self, text: str | bytes, expected: str) -> None:
         assert problems_of(text)[0].startswith(expected)
 
@@ -262,31 +248,20 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
     @pytest.mark.parametrize(
         ("line", "expected"),
         [
-            (
-                "checkpoint: 3",
-                "checkpoint: is 3 (an integer); write a mapping with keys from every_steps, every_minutes, keep, best",
-            ),
+            ("checkpoint: 3",
+             "checkpoint: is 3 (an integer); write a mapping with keys from every_steps, every_minutes, keep, best"),
             ("loader: {num_workers: true}", "loader.num_workers: is true (a boolean); write an integer of at least 0"),
             ("parallel: {options: []}", "parallel.options: is a list; write a mapping"),
-            (
-                "parallel: {start_timeout_s: 0}",
-                "parallel.start_timeout_s: is 0 (an integer); write a number greater",
-            ),
+            ("parallel: {start_timeout_s: 0}", "parallel.start_timeout_s: is 0 (an integer); write a number greater"),
             ("parallel: {address: 3}", "parallel.address: is 3 (an integer); write a string or null"),
-            (
-                "parallel: {launcher: ryy}",
-                "parallel.launcher: is 'ryy' (a string); write one of ",
-            ),
+            ("parallel: {launcher: ryy}", "parallel.launcher: is 'ryy' (a string); write one of "),
             ("tracking: {log_model: 12}", "tracking.log_model: is 12 (an integer); write true or false"),
             ("metrics: [1]", "metrics: is a list; write a mapping"),
-            (
-                "task: null\nloader: {num_workers: {}}",
-                "loader.num_workers: is a mapping; write an integer of at leas",
-            ),
+            ("task: null\nloader: {num_workers: {}}", "loader.num_workers: is a mapping; write an integer of at leas"),
             ("global-batch-size: 3", "global-batch-size: unknown key; did you mean train.global_batch_size?"),
             ("momentum: 0.9", "momentum: unknown key; did you mean optimizer.momentum?"),
         ],
-    )
+    )  # fmt: skip
     def test_each_kind_of_mistake(self, line: str, expected: str) -> None:
         (problem,) = problems_of(line + "\n" + GOOD)
         assert problem.partition(": ")[2].startswith(expected)
@@ -355,10 +330,7 @@ class TestOverrides:
             ("train.epoch=3", "train.epoch: unknown key; did you mean epochs?"),
             ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0 or null"),
             ("name.x=1", "name.x: name is 'good' (a string). Keys inside it cannot be set."),
-            (
-                "hooks.x=1",
-                "hooks.x: hooks has no entry x. It has 1 entries, counted from 0.",
-            ),
+            ("hooks.x=1", "hooks.x: hooks has no entry x. It has 1 entries, counted from 0."),
             ("model={a: 1, a: 2}", "model.a: set twice, first in line 1. Remove one of them."),
             ("train.epochs=", """train.epochs: has no value. Write null for none, or "''" for an empty text."""),
             (
@@ -368,23 +340,15 @@ class TestOverrides:
             ),
             ("train.epochs=${sed}", "train.epochs: is '${sed}'; there is no key sed; did you mean seed?"),
             ("model=torch.nn.Linear", "model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linear"),
-            (
-                "seed=010",
-                """seed: is 010, which YAML 1.1 reads as 8. Write 8, or "'010'" for the text.""",
-            ),
-            (
-                "seed=1_0",
-                """seed: is 1_0, which YAML 1.1 reads as 10. Write 10, or "'1_0'" for the text.""",
-            ),
+            ("seed=010", """seed: is 010, which YAML 1.1 reads as 8. Write 8, or "'010'" for the text."""),
+            ("seed=1_0", """seed: is 1_0, which YAML 1.1 reads as 10. Write 10, or "'1_0'" for the text."""),
             ("data.color=#ff0000", """data.color: # starts a comment in YAML. Put the value in quotes: "'#ff0000'\""""),
             ("name=a #b", """name: # starts a comment in YAML. Put the value in quotes: "'a #b'\""""),
             ("data.weights={cat:2}", "data.weights.cat:2: has no value. Put a space after the colon: cat: 2"),
-            (
-                "data.folder=${HOME}",
-                "data.folder: is '${HOME}'; there is no key HOME. Write ${oc.env:HOME} for the environment variable.",
-            ),
+            ("data.folder=${HOME}",
+             "data.folder: is '${HOME}'; there is no key HOME. Write ${oc.env:HOME} for the environment variable."),
         ],
-    )
+    )  # fmt: skip
     def test_a_problem_names_the_override(self, override: str, expected: str) -> None:
         assert problems_of("seed: 1\n" + GOOD, override) == [f"command line: {override}: {expected}"]
 

@@ -181,14 +181,10 @@ def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: p
         ("SGD", "AdamW", "optimizer._target_", False),
         ("epochs: 4", "epochs: 4, lr_scaling: {rule: linear, base_batch_size: 4}", "train.lr_scaling.rule", False),
         ("epochs: 4", "epochs: 4, ema: {decay: 0.5}", "train.ema.decay", False),
-        (
-            "name: same",
-            "name: same\nscheduler: {_target_: torch.optim.lr_scheduler.ConstantLR}",
-            "scheduler._target_",
-            False,
-        ),
+        ("name: same", "name: same\nscheduler: {_target_: torch.optim.lr_scheduler.ConstantLR}", "scheduler._target_",
+         False),
     ],
-)
+)  # fmt: skip
 def test_length_rate_and_data_may_change_if_allowed_and_nothing_else_that_shapes_the_training(
     old: str, new: str, key: str, may: bool, allowed: bool
 ) -> None:

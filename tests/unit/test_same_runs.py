@@ -192,20 +192,16 @@ def test_an_answer_from_fewer_pairs_is_a_look(tmp_path: Path) -> None:
         (["latest", "--dry-run"], "--dry-run trains experiment files"),
         (["lab.yaml", "--vary", "train.epochs=1,2", "--seeds", "1"], "--seeds 1: a single pair has no"),
         (["lab.yaml", "--vary", "train.epochs=1,2", "--target", "high"], "--target high: write a value of"),
-        (
-            ["lab.yaml", "--vary", "train.epochs=1,2", "--target", "1", "--concurrent", "2"],
-            "trainings run one at a time",
-        ),
+        (["lab.yaml", "--vary", "train.epochs=1,2", "--target", "1", "--concurrent", "2"],
+         "trainings run one at a time"),
         (["lab.yaml", "--vary", "train.epochs='1,2"], "No closing quotation"),
         (["lab.yaml", "--vary", "train.epochs=1,2 train.epochs=3"], "train.epochs is named twice"),
         (["lab.yaml", "--vary", "train.epochs=1,"], "write key=value,value"),
         (["lab.yaml", "--vary", "train.epochs=1,2", "--dry-run", "--json"], "--dry-run prints the plan"),
-        (
-            ["lab.yaml", "--vary", "parallel.workers=[1,2],1 parallel.strategy=ddp parallel.launcher=torchrun"],
-            "A comparison needs one number",
-        ),
+        (["lab.yaml", "--vary", "parallel.workers=[1,2],1 parallel.strategy=ddp parallel.launcher=torchrun"],
+         "A comparison needs one number"),
     ],
-)
+)  # fmt: skip
 def test_bad_wishes(command, words: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
     ended = command("compare", *words)
     assert (ended.code, ended.stdout) == (2, ""), ended.output

@@ -122,19 +122,15 @@ SLOW = Link(latency_us=0, bandwidth_gbit=0.8)
         ({"gradients": ((8 * MB, 0.25), (8 * MB, 0.5)), "bucket_bytes": 8 * MB}, SLOW, 2, 176 - 64),
         # gloo overlaps latencies, and NCCL does not.
         ({"gradients": ((MB, 1.0),) * 4, "bucket_bytes": MB}, Link(latency_us=10_000, bandwidth_gbit=1e9), 2, 2 * 40),
-        (
-            {"gradients": ((MB, 1.0),) * 4, "bucket_bytes": MB, "backend": "nccl"},
-            Link(latency_us=10_000, bandwidth_gbit=1e9),
-            2,
-            4 * 20,
-        ),
+        ({"gradients": ((MB, 1.0),) * 4, "bucket_bytes": MB, "backend": "nccl"},
+         Link(latency_us=10_000, bandwidth_gbit=1e9), 2, 4 * 20),
         # The last of 4 micro-batches has 8 samples: 16 ms of backward to hide 80 ms behind.
         ({"gradients": ((8 * MB, 0.0),), "micro_batches": 4}, SLOW, 2, 64),
         # Buffers are broadcast before each step, 2 ms on top of the 4 of the gradients.
         ({}, Link(latency_us=1000, bandwidth_gbit=1e9), 2, 4),
         ({"buffer_bytes": 100}, Link(latency_us=1000, bandwidth_gbit=1e9), 2, 4 + 2),
     ],
-)
+)  # fmt: skip
 def test_communication_is_exposed_where_backward_does_not_hide_it(costs, link, workers, exposed_ms):
     found = predict(workload(**costs), link, workers=workers)
     assert found.times["exposed_communication_ms"] == pytest.approx(exposed_ms, rel=1e-3)

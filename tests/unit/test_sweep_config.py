@@ -142,11 +142,8 @@ DRAWN, GRID = "    optimizer.lr: {uniform: [0, 1]}\n", "    optimizer.lr: {grid:
         ("optimizer.lr", "{loguniform: [1, 2]}", "unknown key; did you mean log_uniform?"),
         ("optimizer.lr", "{log_uniform: [0, 1]}", "a logarithm needs numbers greater than 0, e.g. [1e-4, 1e-1]"),
         ("optimizer.lr", "{log_uniform: [1, 0.1]}", "write the lowest first, then one that is higher"),
-        (
-            "optimizer.lr",
-            "{uniform: [1]}",
-            "write two numbers, the lowest and the highest, e.g. [0.0, 0.5], instead of",
-        ),
+        ("optimizer.lr", "{uniform: [1]}",
+         "write two numbers, the lowest and the highest, e.g. [0.0, 0.5], instead of"),
         ("optimizer.lr", "{uniform: [.nan, 1]}", "write two finite numbers"),
         ("optimizer.lr", "{int_uniform: [1.5, 2]}", "write two integers"),
         ("optimizer.lr", "{int_log_uniform: [0, 2]}", "a logarithm needs integers greater than 0"),
@@ -159,11 +156,8 @@ DRAWN, GRID = "    optimizer.lr: {uniform: [0, 1]}\n", "    optimizer.lr: {grid:
         ("train.batch_size", "{choice: [16, 32]}", "unknown key; did you mean global_batch_size?"),
         ("train.global_batch_size", "{choice: [16, -1]}", "is -1 (an integer); write an integer greater than 0"),
         ("train.global_batch_size", "{choice: [16, many]}", "is 'many' (a string); write an integer greater than 0"),
-        (
-            "train.gradient_accumulation",
-            "{choice: [1, 64]}",
-            "is 64, but each worker has only 16 samples per step. Use",
-        ),
+        ("train.gradient_accumulation", "{choice: [1, 64]}",
+         "is 64, but each worker has only 16 samples per step. Use"),
         ("'optimizer lr'", "{choice: [1]}", "'optimizer lr' is not a key of an experiment"),
         # what is the same for all trials
         ("name", "{choice: [1, 2]}", "name is fixed for all trials of a sweep"),
@@ -172,7 +166,7 @@ DRAWN, GRID = "    optimizer.lr: {uniform: [0, 1]}\n", "    optimizer.lr: {grid:
         ("sweep.trials", "{choice: [1, 2]}", "sweep is fixed for all trials of a sweep"),
         ("benchmark", "{choice: [1, 2]}", "benchmark is fixed for all trials of a sweep"),
     ],
-)
+)  # fmt: skip
 def test_a_parameter_that_is_refused(key: str, given: str, told: str) -> None:
     (problem,) = problems_of(f"  parameters:\n    {key}: {given}\n  trials: 2\n")
     assert problem.startswith(f"s.yaml:10: sweep.parameters.{key.replace(chr(39), '')}")
@@ -195,12 +189,10 @@ def test_a_parameter_that_is_refused(key: str, given: str, told: str) -> None:
         (f"  parameters:\n{GRID}  trials: 2\n", "all parameters are grids"),
         (f"  parameters:\n{GRID}    seed: {{uniform: [1, 2]}}\n  trials: 10001\n", "result in 20,002 trials"),
         ("  trials: 2\n", "sweep.parameters: missing"),
-        (
-            parameters(optimizer=f"{{choice: [{SGD}]}}", optimizer__lr="{choice: [1]}"),
-            "is inside optimizer, which is also varied. Remove one of them.",
-        ),
+        (parameters(optimizer=f"{{choice: [{SGD}]}}", optimizer__lr="{choice: [1]}"),
+         "is inside optimizer, which is also varied. Remove one of them."),
     ],
-)
+)  # fmt: skip
 def test_a_sweep_that_is_refused(section: str, told: str) -> None:
     (problem,) = problems_of(section)
     assert re.match(r"s\.yaml:\d+: sweep", problem)

@@ -63,16 +63,14 @@ def test_a_name_alone_is_a_section_with_this_name() -> None:
     [
         ("a/b", "tracking.register_model: is 'a/b' (a string); write"),
         ({"name": "a:b"}, "tracking.register_model.name: is 'a:b' (a string); write name of the registered model"),
-        (
-            {"name": "a", "alias": "latest"},
-            "tracking.register_model.alias: is 'latest' (a string); MLflow reserves this",
-        ),
+        ({"name": "a", "alias": "latest"},
+         "tracking.register_model.alias: is 'latest' (a string); MLflow reserves this"),
         ({"name": "a", "alias": "v3"}, "MLflow reserves this word for versions. Use another alias."),
         ({"name": "a", "alias": "the best"}, "tracking.register_model.alias: is 'the best' (a string); write alias"),
         ({"alias": "champion"}, "tracking.register_model.name: missing; "),
         (3, "tracking.register_model: is 3 (an integer); write a mapping with keys from name, alias"),
     ],
-)
+)  # fmt: skip
 def test_what_mlflow_would_refuse_is_refused_at_once(given: Any, said: str) -> None:
     assert said in problems(register_model=given)
 

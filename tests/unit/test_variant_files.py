@@ -44,18 +44,15 @@ def test_values_of_keys_are_variants(files: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("number", "vary", "message"),
     [
-        (
-            1,
-            None,
-            "compare takes at least two experiment files, or --vary, .* Did you mean: pipeline benchmark .*a.yaml",
-        ),
+        (1, None,
+         "compare takes at least two experiment files, or --vary, .* Did you mean: pipeline benchmark .*a.yaml"),
         (2, "optimizer.lr=1,2", "--vary varies one experiment file, and 2 are named"),
         (1, "optimizer.lr=1,2 train.epochs=1,2,3", "optimizer.lr has 2 values, train.epochs has 3 values"),
         (1, "optimizer.lr=1", "optimizer.lr has 1 value. Give each key the same number of values"),
         (1, "optimizer.lr", "--vary optimizer.lr: write key=value,value"),
         (1, "", "--vary: no key"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_variants_is_refused(files: tuple[str, str], number: int, vary: str | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_variants(files[:number], [], vary=vary)
