@@ -180,16 +180,13 @@ def tiny(*, single: float, noise: float = 0.0) -> tuple[Advice, ...]:
     )
 
 
-def test_one_process_with_all_cores_is_faster() -> None:
+def test_one_process_with_all_cores_is_advised_where_it_is_clearly_faster() -> None:
     (one,) = tiny(single=30_000)
     assert one.reason.startswith("1 process on both cores is 4.69x as fast as 2 workers (95% CI 4.69x to 4.69x).")
     assert one.use == "1 process on both cores"
     assert one.overrides == (*SINGLE, "parallel.cpus_per_worker=2")
-
-
-@pytest.mark.parametrize(("single", "noise"), [(5_000, 0.0), (6_600, 0.0), (8_000, 0.25)])
-def test_one_process_is_slower_or_not_clearly_faster(single: float, noise: float) -> None:
-    assert not any(one.use for one in tiny(single=single, noise=noise))
+    for single, noise in ((5_000, 0.0), (6_600, 0.0), (8_000, 0.25)):
+        assert not any(one.use for one in tiny(single=single, noise=noise))
 
 
 def test_a_faster_row_has_its_micro_batches_and_no_options_that_it_does_not_know() -> None:

@@ -127,9 +127,7 @@ def test_a_batch_size_is_that_of_a_micro_batch_of_one_device() -> None:
     by_worker = matrix(batch_sizes=(16,), sections=WEAK).cells[-1].trial
     assert by_worker is not None
     assert by_worker.overrides == ("train.batch_size_per_worker=16",)  # type: ignore[attr-defined]
-
-
-def test_other_numbers_of_workers_keep_the_global_batch() -> None:
+    # Other numbers of workers keep the global batch.
     assert set(batches(matrix(CPUS, workers=(1, 2, 4), sections=WEAK)).values()) == {16}
 
 
@@ -441,8 +439,5 @@ def test_another_loss_has_its_reason(losses: tuple[float, ...], coupling: tuple[
 
 
 def test_buffers_of_a_part_are_told_though_the_loss_is_the_same() -> None:
-    made = measured(coupling=("BatchNorm2d", "buffer mean"))
-    assert (
-        "The buffer mean is computed separately on each worker, and only rank 0's copy is saved. Training in one "
-        "process differs."
-    ) in made.notes
+    said = "The buffer mean is computed separately on each worker, and only rank 0's copy is saved."
+    assert f"{said} Training in one process differs." in measured(coupling=("BatchNorm2d", "buffer mean")).notes

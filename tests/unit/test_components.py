@@ -334,24 +334,21 @@ class TestCheck:
             "optimizer.lr": "is '64' (a string). Write ${oc.decode:${oc.env:W}}.",
         }
 
-    def test_the_scheduler_is_given_the_optimizer(self, package: Any) -> None:
+    def test_the_scheduler_and_those_in_it_are_given_the_optimizer(self, package: Any) -> None:
         name = package(nets="def anything(*args, **kw): pass\n")
         scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR"}
         assert list(checked(scheduler=scheduler)) == ["scheduler.step_size"]
+        inner = {"_target_": f"{SCHEDULERS}.LinearLR", "optimizer": 1}
+        assert checked(scheduler={"_target_": f"{SCHEDULERS}.ChainedScheduler", "schedulers": [inner]}) == {
+            "scheduler.schedulers[0].optimizer": f"pipeline passes the optimizer to {SCHEDULERS}.LinearLR as this "
+            "argument. Remove it."
+        }
         assert checked(name, scheduler={"_target_": f"{name}.nets.anything", "x": 1}) == {}
 
     def test_the_sampler_is_given_the_training_set_the_epoch_and_a_generator(self) -> None:
         assert checked(sampler={"_target_": "pipeline.data.by_length", "batch_size": 3}) == {}
         assert checked(sampler={"_target_": "pipeline.data.balanced", "samples": 3}) == {
             "sampler.samples": "pipeline passes the training set to pipeline.data.balanced as this argument. Remove it."
-        }
-
-    def test_schedulers_in_a_scheduler_are_given_it_as_well(self) -> None:
-        inner = {"_target_": f"{SCHEDULERS}.LinearLR", "optimizer": 1}
-        scheduler = {"_target_": f"{SCHEDULERS}.ChainedScheduler", "schedulers": [inner]}
-        assert checked(scheduler=scheduler) == {
-            "scheduler.schedulers[0].optimizer": f"pipeline passes the optimizer to {SCHEDULERS}.LinearLR as this "
-            "argument. Remove it."
         }
 
     @pytest.mark.parametrize(
