@@ -72,18 +72,15 @@ def test_what_is_lacking_is_said_with_what_mends_it(facts: dict[str, object], st
     assert fix in finding.fix
 
 
-def test_of_several_nodes_the_one_that_differs_is_named() -> None:
+def test_of_several_nodes_those_that_differ_are_named() -> None:
     other = Torch(version="2.12.1+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None)
     same, another = node(address="10.0.0.2"), node(address="10.0.0.3", torch=other.model_dump())
     finding = bad(same, another)
     assert finding.status == "problem"
     assert finding.what == "a (10.0.0.3) has torch 2.12.1, and this machine has 2.13.0"
     assert finding.fix == "on a (10.0.0.3): pip install torch==2.13.0"
-
-
-def test_what_many_nodes_lack_is_said_once() -> None:
-    nodes_ = [node(address=f"10.0.0.{i}", pipeline=None) for i in range(2, 8)]
-    finding = bad(*nodes_)
+    # What many nodes lack is said once.
+    finding = bad(*(node(address=f"10.0.0.{i}", pipeline=None) for i in range(2, 8)))
     assert finding.what.startswith("a (10.0.0.2), a (10.0.0.3), a (10.0.0.4) and 3 more have no ddp-pipeline")
 
 

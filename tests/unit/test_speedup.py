@@ -259,16 +259,13 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
     assert table["data"][0][table["columns"].index("train/loss")] is None
 
 
-def test_the_table_for_mlflow_has_a_row_for_each_trial_and_a_column_for_each_number() -> None:
-    table = json.loads(mlflow_names.table_json(result(measured())))
+def test_mlflow_has_a_table_of_all_trials_and_a_description_with_the_answer_and_the_notes() -> None:
+    made = result(measured())
+    table = json.loads(mlflow_names.table_json(made))
     rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
     assert set(rows) == {"main", "baseline", "reference"}
     assert [rows[name]["speedup_rounds"] for name in ("main", "reference", "baseline")] == [8, 8, None]
     assert rows["main"]["efficiency"] == pytest.approx(0.95)
-
-
-def test_the_description_in_mlflow_has_the_answer_the_table_and_the_notes() -> None:
-    made = result(measured())
     text = mlflow_names.describe(made)
     assert text.startswith("**2 workers (ddp): 1.90x as fast as 1 worker (95% CI 1.86x to 1.94x)**\n")
     assert "| 2 workers (ddp) | 2 | 190 | 1.90x | 95% |\n" in text
