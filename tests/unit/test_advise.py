@@ -111,6 +111,7 @@ LINK = {"communication": 100, "gradient_mb": 10, "nodes": SPREAD_OUT}
         # a slow link
         (LINK, [FP16, BATCH]),
         ({**LINK, "trial": CUDA_2}, [BF16, BATCH]),
+        ({**LINK, "ranks": (200, 300)}, [(), FP16, BATCH]),  # a straggler comes first
         ({**LINK, "gradient_mb": 200}, [BATCH]),  # 16.8 Gbit/s: not slow
         ({**LINK, "communication": 80}, [BATCH]),  # less than a quarter
         ({**LINK, "gradient_mb": 0.5}, [BATCH]),  # latency

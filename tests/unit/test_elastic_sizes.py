@@ -83,6 +83,12 @@ def test_what_is_no_number_of_workers(written, text, message) -> None:
     assert f"e.yaml:10: parallel.workers: {message}" in str(error.value).splitlines()
 
 
+def test_the_json_schema_shows_both() -> None:
+    schema = Parallel.model_json_schema()["properties"]["workers"]
+    assert [choice["type"] for choice in schema["anyOf"]] == ["integer", "array"]
+    assert schema["default"] == 1
+
+
 def test_another_size_needs_checkpoints(written) -> None:
     with pytest.raises(ExperimentError, match=r"parallel.workers: is \[1, 4\], but checkpoint.keep is 0"):
         written("[1, 4]", "checkpoint.keep=0")

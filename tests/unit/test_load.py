@@ -108,12 +108,11 @@ class TestReading:
         assert (experiment.benchmark.baseline.strategy, experiment.benchmark.baseline.workers) == ("ddp", 4)
 
     def test_dates_and_times_stay_texts_and_an_argument_may_be_called_target(self) -> None:
-        experiment = read(
-            GOOD + "metrics: {a: {_target_: a.b, since: 2020-01-01, target: 3}}", "data.of=10:30"
-        ).experiment
+        text = GOOD + "metrics: {a: {_target_: a.b, since: 2020-01-01, target: 3}}"
+        experiment = read(text, "data.of=10:30", "data.to=1:02:03.5").experiment
         assert experiment.metrics["a"].target == "a.b"
         assert experiment.metrics["a"].arguments == {"since": "2020-01-01", "target": 3}
-        assert experiment.data.arguments == {"of": "10:30"}
+        assert experiment.data.arguments == {"of": "10:30", "to": "1:02:03.5"}
 
 
 class TestNotYaml:

@@ -133,7 +133,8 @@ SLOW = Link(latency_us=0, bandwidth_gbit=0.8)
 )  # fmt: skip
 def test_communication_is_exposed_where_backward_does_not_hide_it(costs, link, workers, exposed_ms):
     found = predict(workload(**costs), link, workers=workers)
-    assert found.times["exposed_communication_ms"] == pytest.approx(exposed_ms, rel=1e-3)
+    exactness = 1e-6 if link is SLOW else 1e-3  # the other links have a bandwidth
+    assert found.times["exposed_communication_ms"] == pytest.approx(exposed_ms, rel=exactness)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_communication_is_exposed_where_backward_does_not_hide_it(costs, link, w
 )
 def test_a_speedup_has_what_limits_it(costs, link, workers, speedup, limit):
     found = predict(workload(**costs), link, workers=workers)
-    assert found.speedup == pytest.approx(speedup, abs=1e-3)
+    assert found.speedup == pytest.approx(speedup, abs=1e-3 if speedup == 0 else 1e-6)
     assert limit in (None, found.limit)
 
 
