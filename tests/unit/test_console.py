@@ -154,7 +154,7 @@ def screens(*events: AnyEvent, width: int) -> list[list[str]]:
     for event in events:
         console.receive(event)
         bars = console._display.bars  # type: ignore[union-attr]
-        with bars._lock:  # it refreshes itself now and then
+        with bars.live._lock:  # it refreshes itself now and then, and takes its own lock after this one
             at = len(printed(stdout))
             bars.refresh()
             text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(stdout)[at:])
