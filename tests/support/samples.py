@@ -88,20 +88,13 @@ ALL_CORES = trial("reference", "reference", cpus=2)
 MAIN = trial("main", "main", strategy="ddp", workers=2)
 
 
-def rows(*, has_pairs: bool = True) -> list[Row]:
-    """A baseline at 100 samples/s, one process with both cores at 180, and ddp, 2 workers at 190.
-
-    Args:
-        has_pairs: True if they were measured in turn; False: one after the other, in windows.
-    """
-    slots = {
-        "main": in_turn(190, noise=0.02), "reference": in_turn(180, noise=-0.06), "baseline": in_turn(100),
-    } if has_pairs else {}  # fmt: skip
+def rows() -> list[Row]:
+    """A baseline at 100 samples/s, one process with both cores at 180, and ddp, 2 workers at 190, measured in turn."""
     main = {"communication": 21.5, "metrics": {"validation/accuracy": 0.97345}}
     ends = [
-        finished("main", spread(190, noise=2), **main, slots=slots.get("main", ())),
-        finished("reference", spread(180, noise=9), slots=slots.get("reference", ())),
-        finished("baseline", spread(100, noise=5), slots=slots.get("baseline", ())),
+        finished("main", spread(190, noise=2), slots=in_turn(190, noise=0.02), **main),
+        finished("reference", spread(180, noise=9), slots=in_turn(180, noise=-0.06)),
+        finished("baseline", spread(100, noise=5), slots=in_turn(100)),
     ]
     return measure_rows([MAIN, BASELINE, ALL_CORES], ends)
 

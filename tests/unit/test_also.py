@@ -13,15 +13,7 @@ import pytest
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
 from pipeline.experiment.load import load
-from pipeline.protocol.events import (
-    AnyEvent,
-    Evaluated,
-    Metrics,
-    Point,
-    RunClosed,
-    RunOpened,
-    SystemMetrics,
-)
+from pipeline.protocol.events import AnyEvent, Evaluated, Metrics, Point, RunClosed, RunOpened, SystemMetrics
 from pipeline.tracking import loggers
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
@@ -80,12 +72,8 @@ def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatc
             "this logger needs tensorboard, which is not installed: pip install tensorboard",
         ),
     ]
-
-
-def test_an_unknown_tracker_is_an_error_that_names_them(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError) as caught:
+    with pytest.raises(ExperimentError, match="tensorboard"):
         load(MLP, ["tracking.loggers=[tensorbord]"])
-    assert "tensorboard" in str(caught.value)
 
 
 class TestTensorBoard:

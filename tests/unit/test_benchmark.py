@@ -3,15 +3,14 @@
 # promise: `benchmark --batch-sizes`: which sizes are tried
 # promise: `benchmark --predict`, the network measured and checked
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from samples import ALL_CORES, BASELINE, HARDWARE, LOSSES, finished, spread, trial
+from screens import check, shown
 
 from pipeline.commands.benchmark import Cell, Matrix, Request, check_request, make_matrix, too_small
 from pipeline.errors import ExperimentError, ResourceError, UsageError
@@ -35,7 +34,7 @@ from pipeline.results.measured import Entry
 from pipeline.results.page import render
 from pipeline.results.record import Fact, Result
 from pipeline.results.speedup import Row, measure_rows
-from pipeline.results.terminal import format_full, format_screen
+from pipeline.results.terminal import format_full
 
 LAPTOP = Resources(cpus=2, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
@@ -77,18 +76,12 @@ OPTIONS = {"benchmark": {"baseline": {"strategy": "ddp", "workers": 1, "options"
     [
         ({}, {}, ["1 worker", "ddp, 2 workers"]),
         ({}, {"benchmark": {"baseline": {"strategy": "ddp"}}}, ["ddp, 2 workers"]),
-        (
-            {"strategies": ("single", "dp", "ddp"), "workers": (1, 2)},
-            {},
-            ["1 worker", "dp, 1 worker", "ddp, 1 worker", "ddp, 2 workers"],
-        ),
+        ({"strategies": ("single", "dp", "ddp"), "workers": (1, 2)}, {},
+         ["1 worker", "dp, 1 worker", "ddp, 1 worker", "ddp, 2 workers"]),
         ({"workers": (2,)}, OPTIONS, ["ddp, 1 worker", "ddp, 2 workers"]),
         ({"batch_sizes": (4, 8)}, {}, ["1 worker", "ddp, 2 workers", "ddp, 2 workers (batch 4)"]),
-        (
-            {"vary": (("parallel.options.static_graph=false",), ("parallel.options.static_graph=true",))},
-            {},
-            ["1 worker", "ddp, 2 workers (static_graph=false)", "ddp, 2 workers (static_graph=true)"],
-        ),
+        ({"vary": (("parallel.options.static_graph=false",), ("parallel.options.static_graph=true",))}, {},
+         ["1 worker", "ddp, 2 workers (static_graph=false)", "ddp, 2 workers (static_graph=true)"]),
         (
             {"vary": (("loader.num_workers=0",), ("loader.num_workers=1",)), "strategies": ("single", "ddp")},
             {},
@@ -99,11 +92,8 @@ OPTIONS = {"benchmark": {"baseline": {"strategy": "ddp", "workers": 1, "options"
                 "ddp, 2 workers (num_workers=1)",
             ],
         ),
-        (
-            {"vary": (("parallel.workers=1",), ("parallel.workers=2",))},
-            {},
-            ["1 worker", "ddp, 1 worker", "ddp, 2 workers"],
-        ),
+        ({"vary": (("parallel.workers=1",), ("parallel.workers=2",))}, {},
+         ["1 worker", "ddp, 1 worker", "ddp, 2 workers"]),
         ({"strategies": ("single",), "predict": (8,)}, {}, ["1 worker", "ddp, 2 workers"]),
     ],
 )  # fmt: skip
@@ -137,41 +127,24 @@ def test_a_batch_size_is_that_of_a_micro_batch_of_one_device() -> None:
     by_worker = matrix(batch_sizes=(16,), sections=WEAK).cells[-1].trial
     assert by_worker is not None
     assert by_worker.overrides == ("train.batch_size_per_worker=16",)  # type: ignore[attr-defined]
-
-
-def test_other_numbers_of_workers_keep_the_global_batch() -> None:
+    # Other numbers of workers keep the global batch.
     assert set(batches(matrix(CPUS, workers=(1, 2, 4), sections=WEAK)).values()) == {16}
 
 
 @pytest.mark.parametrize(
     ("resources", "wanted", "sections", "reason"),
     [
-        (
-            LAPTOP,
-            {"workers": (2, 4)},
-            {},
-            "4 workers with 1 core each need 4 cores. laptop has 2 cores, 16 GiB, no GPU. Use at most 2 workers",
-        ),
-        (
-            CPUS,
-            {"workers": (32,)},
-            {},
-            "train.global_batch_size: 16 samples cannot be split over 32 workers. Use at least 32, or fewer workers",
-        ),
-        (
-            LAPTOP,
-            {"strategies": ("ddp",), "workers": (2,)},
-            {"parallel": {}},
-            "parallel.workers: is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray",
-        ),
-        (
-            CPUS,
-            {"batch_sizes": (4,)},
-            {"parallel": {**DDP, "workers": 64}, "train": {"epochs": 1, "global_batch_size": 64}},
-            "64 workers with 32 cores each need 2048 cores. server has 32 cores, 256 GiB, no GPU. Use at most 1 worker",
-        ),
+        (LAPTOP, {"workers": (2, 4)}, {},
+         "4 workers with 1 core each need 4 cores. laptop has 2 cores, 16 GiB, no GPU. Use at most 2 workers"),
+        (CPUS, {"workers": (32,)}, {},
+         "train.global_batch_size: 16 samples cannot be split over 32 workers. Use at least 32, or fewer workers"),
+        (LAPTOP, {"strategies": ("ddp",), "workers": (2,)}, {"parallel": {}},
+         "parallel.workers: is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray"),
+        (CPUS, {"batch_sizes": (4,)},
+         {"parallel": {**DDP, "workers": 64}, "train": {"epochs": 1, "global_batch_size": 64}},
+         "64 workers with 32 cores each need 2048 cores. server has 32 cores, 256 GiB, no GPU. Use at most 1 worker"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_run_is_kept_with_the_reason(resources: Resources, wanted: Any, sections: Any, reason: str) -> None:
     cell: Cell = matrix(resources, sections=sections, **wanted).cells[-1]
     assert (cell.trial, cell.reason) == (None, reason)
@@ -354,20 +327,9 @@ SCREENS: dict[str, Callable[[], Result]] = {
 }
 
 
-def check(name: str, text: str) -> None:
-    """Compare a text with its file; ``UPDATE_SCREENS=1`` writes it again."""
-    path = Path(__file__).parent / "screens" / f"{name}.txt"
-    if os.environ.get("UPDATE_SCREENS"):
-        path.write_text(text)
-    assert text == path.read_text()
-
-
 @pytest.mark.parametrize("name", SCREENS)
 def test_a_screen_has_this_text(name: str) -> None:
-    lines = format_screen(SCREENS[name]())
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
-    check(name, "\n".join([*lines, ""]))
+    check(name, shown(SCREENS[name]()))
 
 
 def test_a_whole_result_has_this_text() -> None:
@@ -379,8 +341,7 @@ def test_a_whole_result_has_this_text() -> None:
 def test_a_screen_has_room_for_many_rows_and_says_what_is_left_out() -> None:
     cells = [cell(f"fsdp-{n}", n, variant="activation_checkpointing, mixed") for n in range(2, 30)]
     found = rows(dict.fromkeys(["baseline", *(one.name for one in cells)], (100.0, 100.1)), ONE, *cells)
-    lines = format_screen(result(found))
-    assert len(lines) <= 24
+    lines = shown(result(found)).splitlines()
     assert any(re.fullmatch(r"\d+ more: pipeline show latest --full", line) for line in lines)
     assert any(line.startswith("29 workers") for line in lines)  # the result is about it
 
@@ -478,8 +439,5 @@ def test_another_loss_has_its_reason(losses: tuple[float, ...], coupling: tuple[
 
 
 def test_buffers_of_a_part_are_told_though_the_loss_is_the_same() -> None:
-    made = measured(coupling=("BatchNorm2d", "buffer mean"))
-    assert (
-        "The buffer mean is computed separately on each worker, and only rank 0's copy is saved. Training in one "
-        "process differs."
-    ) in made.notes
+    said = "The buffer mean is computed separately on each worker, and only rank 0's copy is saved."
+    assert f"{said} Training in one process differs." in measured(coupling=("BatchNorm2d", "buffer mean")).notes

@@ -202,19 +202,14 @@ def test_strangers_do_not_disturb(driver: Driver, worker: Worker, tmp_path: Path
     assert driver.hung_up == [0]
 
 
-def test_one_that_stays_silent_is_hung_up_on(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_stays_silent_or_goes_on_as_if_it_had_been_let_in_is_hung_up_on(
+    driver: Driver, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel, "_PROOF_S", 0.1)
-    address = driver.inbox.address
-    with socket.create_connection((address.host, address.port), timeout=30) as silent, silent.makefile("rb") as said:
-        assert len(said.readlines()) == 1
-
-
-def test_what_a_stranger_says_all_the_same_is_not_heard(driver: Driver, worker: Worker) -> None:
-    """It answers the question for the key with nonsense, and goes on as if it had been let in."""
-    address = driver.inbox.address
-    with socket.create_connection((address.host, address.port)) as stranger:
-        stranger.sendall(b"let me in\n" + event_to_json(warned("from a stranger")) + b"\n")
-        with stranger.makefile("rb") as said:
+    address = (driver.inbox.address.host, driver.inbox.address.port)
+    for words in (b"", b"let me in\n" + event_to_json(warned("from a stranger")) + b"\n"):
+        with socket.create_connection(address, timeout=30) as stranger, stranger.makefile("rb") as said:
+            stranger.sendall(words)
             assert len(said.readlines()) == 1
     with worker() as outbox:
         outbox.event(warned("known"))

@@ -114,7 +114,7 @@ def test_a_managed_cluster_may_have_no_node_yet(nodes: Nodes, monkeypatch: pytes
     assert launcher.capacity(trial(2, workers=[2, 4])) == 0
 
 
-def test_a_run_that_waits_for_room_says_so_once(nodes: Nodes) -> None:
+def test_a_run_that_waits_for_room_says_so_once_unless_its_workers_can_never_fit(nodes: Nodes) -> None:
     warnings: list[str] = []
     nodes.free = 1
     cluster.await_room(trial(2), may_come=False, warn=warnings.append)
@@ -122,14 +122,10 @@ def test_a_run_that_waits_for_room_says_so_once(nodes: Nodes) -> None:
         "waiting up to 600 s (parallel.start_timeout_s): requested 2 workers with 1 CPU each. The Ray cluster has "
         "4 CPU. Room for 1 worker is free now."
     ]
-
-
-def test_workers_that_can_never_fit_are_refused_unless_nodes_may_come(nodes: Nodes) -> None:
-    warnings: list[str] = []
     with pytest.raises(ResourceError, match=r"has 4 CPU\. Its nodes have room for 4 workers\."):
         cluster.await_room(trial(5), may_come=False, warn=pytest.fail)
-    cluster.await_room(trial(5), may_come=True, warn=warnings.append)
-    assert len(warnings) == 1
+    cluster.await_room(trial(5), may_come=True, warn=warnings.append)  # nodes may come
+    assert len(warnings) == 2
 
 
 @pytest.fixture
@@ -188,10 +184,7 @@ def test_a_worker_that_cannot_connect_ends_the_run() -> None:
     failures = {0: RuntimeError(), 1: ResourceError("can't connect to the driver")}
     with pytest.raises(ResourceError, match="can't connect"):
         ray._find_losses(WorkerGroupError("", failures), toys.trial(), silent={})
-
-
-def test_without_its_controller_all_workers_are_lost() -> None:
-    assert ray._find_losses(RayActorError(), trial(2), silent={}).keys() == {0, 1}
+    assert ray._find_losses(RayActorError(), trial(2), silent={}).keys() == {0, 1}  # without its controller all are
 
 
 @pytest.mark.parametrize(

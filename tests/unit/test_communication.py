@@ -57,12 +57,9 @@ def test_a_spike_that_costs_something_is_told(
     assert (result.spikes, found) == (spikes, messages)
 
 
-def test_the_share_is_that_of_the_rank_that_waits_for_no_other() -> None:
+def test_the_share_is_that_of_the_rank_that_waits_for_no_other_and_one_process_exchanges_nothing() -> None:
     assert told((50.0, 150.0))[0] == Communication(ms=50.0, share=0.25)
     assert told((math.nan, 4.0))[0] is None  # without a time
-
-
-def test_one_process_exchanges_nothing() -> None:
     result, outbox = toys.trained()
     assert result.communication is None
     assert outbox.series("time/window_communication_ms") == []

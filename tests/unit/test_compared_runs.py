@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from recorded_trainings import training
 from scipy.stats import ttest_1samp
-from test_screens import check
+from screens import check, shown
 
 from pipeline.commands.compared_runs import Question, compare_runs
 from pipeline.errors import UsageError
@@ -19,7 +19,6 @@ from pipeline.record.runs import RunSummary, summarize_run
 from pipeline.results import mlflow_names, record
 from pipeline.results.paired import Answer, answer, judge_together
 from pipeline.results.record import Fact, Result
-from pipeline.results.terminal import format_screen
 from pipeline.results.texts import CLAIM, NO_PARTNER, SAME_DIFFERENCE
 
 
@@ -87,14 +86,11 @@ def test_answers(
     ("apart", "answered", "said"),
     [
         (0.0, "identical", "A and B are identical: the same losses to the bit, 2 pairs"),
-        (
-            2e-8,
-            "identical",
-            "A and B are identical but for rounding: no loss and no validation/accuracy differs by more",
-        ),
+        (2e-8, "identical",
+         "A and B are identical but for rounding: no loss and no validation/accuracy differs by more"),
         (1e-3, "inconclusive", "Inconclusive whether B is better than A"),
     ],
-)
+)  # fmt: skip
 def test_trainings_with_the_same_losses_are_identical(tmp_path: Path, apart: float, answered: str, said: str) -> None:
     runs = [
         training(tmp_path, f"{lr}-{seed}", seed=seed, lr=lr, losses=(1.0, (0.5 + seed) * (1 + apart * index)),
@@ -145,6 +141,8 @@ def test_the_metric_is_that_of_the_best_checkpoint_on_the_test_set(tmp_path: Pat
         assert f" {metric} " in compare_runs(runs, Question(metric=asked)).verdict
     with pytest.raises(UsageError, match=r"--metric acuracy: there is no such metric; did you mean .*/accuracy\?"):
         compare_runs(runs, Question(metric="acuracy"))
+    alone = training(tmp_path, "c", seed=0, lr="3")  # a test set that not all have is not compared
+    assert "validation/accuracy" in compare_runs([runs[0], alone]).verdict
 
 
 def test_two_runs_are_two_variants_and_more_of_one_kind_are_refused(tmp_path: Path) -> None:
@@ -152,6 +150,9 @@ def test_two_runs_are_two_variants_and_more_of_one_kind_are_refused(tmp_path: Pa
     assert compare_runs(runs[:2]).headline[1:] == ("A  a", "B  b")
     with pytest.raises(UsageError, match="all 3 runs have the same settings but for the seed"):
         compare_runs(runs)
+    unseeded = training(tmp_path, "d", seed=0, lr="2", params={"seed": "null"})
+    with pytest.raises(UsageError, match="d cannot be compared: its seed is 'null', not a number"):
+        compare_runs([runs[0], unseeded])
     apart = compare_runs([runs[0], runs[2]])
     assert (apart.answer, apart.verdict) == ("none", "No pair of trainings can be compared")
     assert NO_PARTNER in apart.notes
@@ -199,31 +200,15 @@ def test_several_variants_hold_together() -> None:
     assert all(one.found.low < 0 for one in (together[0], together[2]))
 
 
-def test_keys_that_decide_nothing_divide_no_variant(tmp_path: Path) -> None:
-    runs = pairs(tmp_path, [0.9, 0.91], [0.8, 0.81])
+def test_keys_that_decide_nothing_divide_no_variant_and_a_failed_run_costs_no_answer(tmp_path: Path) -> None:
+    runs = pairs(tmp_path, [0.9, 0.91], [0.8, 0.83])
     aside = {"loader.num_workers": "2", "checkpoint.directory": "d", "train.log_every_steps": "9", "train.ema": "null"}
     runs.append(training(tmp_path, "again", seed=2, lr="0.1", params=aside))
     assert compare_runs(runs).headline[1:] == ("A  optimizer.lr=0.1", "B  optimizer.lr=0.05")
-
-
-def test_a_run_that_failed_neither_replaces_a_complete_one_nor_costs_the_answer(tmp_path: Path) -> None:
-    runs = [training(tmp_path, "first", seed=5, lr="0.1", status="FAILED")]
-    runs += pairs(tmp_path, [0.9, 0.91], [0.8, 0.83])
-    runs.append(training(tmp_path, "failed", seed=0, lr="0.1", status="FAILED", began=1.8e9))
-    found = compare_runs(runs)
+    first = training(tmp_path, "first", seed=5, lr="0.1", status="FAILED")
+    found = compare_runs([first, *runs, training(tmp_path, "failed", seed=0, lr="0.1", status="FAILED", began=1.8e9)])
     assert fact(found, "pairs").value == 2
     assert "failed is left out: 0.1-0 has the same seed and completed" in found.notes
-
-
-def test_a_test_set_that_not_all_have_is_not_compared(tmp_path: Path) -> None:
-    both = {"validation/accuracy": 0.9, "test/accuracy": 0.8}
-    runs = [training(tmp_path, "a", seed=0, lr="1", metrics=both), training(tmp_path, "b", seed=0, lr="2")]
-    assert "validation/accuracy" in compare_runs(runs).verdict
-
-
-def test_rounding_is_no_spread(tmp_path: Path) -> None:
-    found = compare_runs(pairs(tmp_path, [0.81, 0.82, 0.8], [0.82, 0.83, 0.81]))
-    assert (found.answer, SAME_DIFFERENCE in found.notes) == ("inconclusive", True)
 
 
 def test_a_damaged_file_of_losses_is_none(tmp_path: Path) -> None:
@@ -232,33 +217,21 @@ def test_a_damaged_file_of_losses_is_none(tmp_path: Path) -> None:
         assert loss_file.read(tmp_path) == ()
 
 
-def test_skewed_differences_are_warned_of(tmp_path: Path) -> None:
+def test_skewed_differences_and_equal_ones_are_warned_of(tmp_path: Path) -> None:
     even, leaning = [0.1, -0.1, 0.2, -0.2, 0.15, -0.15, 0.05, -0.05], [0.0, 0.01, 0.02, 0.0, 0.01, 0.03, 0.0, 0.4]
     for name, second in (("even", even), ("leaning", leaning)):
         notes = compare_runs(pairs(tmp_path / name, [0.0] * 8, second, name="loss")).notes
         assert any("skewed" in note for note in notes) == (name == "leaning")
-
-
-def test_a_seed_that_is_no_number_is_not_taken_for_another(tmp_path: Path) -> None:
-    runs = [training(tmp_path, "a", seed=0, lr="1"), training(tmp_path, "b", seed=0, lr="2", params={"seed": "null"})]
-    with pytest.raises(UsageError, match="b cannot be compared: its seed is 'null', not a number"):
-        compare_runs(runs)
+    rounding = compare_runs(pairs(tmp_path / "rounding", [0.81, 0.82, 0.8], [0.82, 0.83, 0.81]))  # which is no spread
+    assert (rounding.answer, SAME_DIFFERENCE in rounding.notes) == ("inconclusive", True)
 
 
 @pytest.mark.parametrize("name", ["compared_runs", "compared_pairs", "compared_variants"])
 def test_a_screen_has_this_text(tmp_path: Path, name: str) -> None:
-    values = [
-        FIRST,
-        SECOND,
-        [value - 0.2 for value in SECOND],
-        [0.9, 0.911, 0.91, 0.9, 0.949],
-        [0.1, 0.2, 0.1, 0.2, 0.3],
-    ]
+    worse, alike, far = [value - 0.2 for value in SECOND], [0.9, 0.911, 0.91, 0.9, 0.949], [0.1, 0.2, 0.1, 0.2, 0.3]
+    values = [FIRST, SECOND, worse, alike, far]
     runs = pairs(tmp_path, *values[: {"compared_runs": 2, "compared_pairs": 2, "compared_variants": 5}[name]])
-    lines = format_screen(compare_runs(runs[:6:5] if name == "compared_runs" else runs))
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
-    check(name, "\n".join([*lines, ""]))
+    check(name, shown(compare_runs(runs[:6:5] if name == "compared_runs" else runs)))
 
 
 def test_the_screen_of_a_time_to_target_has_this_text(tmp_path: Path) -> None:
@@ -273,6 +246,4 @@ def test_the_screen_of_a_time_to_target_has_this_text(tmp_path: Path) -> None:
     found = compare_runs(runs, Question(is_timed=True, target=0.8))
     ratios = [fact(found, f"target_{name}").value for name in ("sooner", "rate", "samples", "hours")]
     assert ratios == pytest.approx([2 / 1.1, 2, 1.1, 1.1], rel=0.02)
-    lines = format_screen(found)
-    assert len(lines) <= 24
-    check("compared_time", "\n".join([*lines, ""]))
+    check("compared_time", shown(found))

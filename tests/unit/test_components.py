@@ -1,5 +1,7 @@
 """Components: which names are allowed, what is checked before anything starts, and building."""
 
+# promise: of libraries, an experiment file names no module that is known to run or fetch code
+
 import itertools
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, UsageError
+from pipeline.experiment import targets
 from pipeline.experiment.components import build, check, resolve
 from pipeline.experiment.load import from_mapping
 from pipeline.experiment.references import RUNTIME_VALUES, fill_in, marker
@@ -57,22 +60,23 @@ SCHEDULERS = "torch.optim.lr_scheduler"
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
 
+SECTIONS: dict[str, Any] = {
+    "name": "e",
+    "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2},
+    "data": {"_target_": "torch.nn.Identity"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+    "optimizer": SGD,
+    "train": {"epochs": 1, "global_batch_size": 1},
+}
+
+
 def experiment(**changed: Any) -> Experiment:
-    sections = {
-        "name": "e",
-        "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2},
-        "data": {"_target_": "torch.nn.Identity"},
-        "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
-        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-        "train": {"epochs": 1, "global_batch_size": 1},
-    }
-    return Experiment.model_validate({**sections, **changed})
+    return Experiment.model_validate({**SECTIONS, **changed})
 
 
 def checked(*own: str, **changed: Any) -> dict[str, str]:
-    return {
-        problem.key: problem.message for problem in check(experiment(**changed), allowed=(*BUILT_IN, *own)).problems
-    }
+    found = check(experiment(**changed), allowed=(*BUILT_IN, *own)).problems
+    return {problem.key: problem.message for problem in found}
 
 
 def test_a_variable_that_is_not_set_is_found_before_anything_starts() -> None:
@@ -140,29 +144,15 @@ class TestResolve:
     @pytest.mark.parametrize(
         "target",
         [
-            "os.system",
-            "builtins.eval",
-            "subprocess.Popen",
-            "torch.os.system",
-            "torch.load",
-            "torch.hub.load",
-            "torch.nn.modules.module.torch.hub.load",
-            "torch.nn.init.torch.load",
-            "torch.nn.init.math.sqrt",
-            "torch.nn.parallel.distributed.os.system",
-            "torch.utils.data.dataloader.os.fork",
-            "torch.utils.data.dataloader.multiprocessing.Process",
-            "torch.nn.Module.__subclasses__",
-            "torch.nn.Linear.forward.__globals__.get",
-            "torch.nn.Linear.forward",
-            "torch.nn.functional.conv2d",
-            "pipeline.cli.main",
-            "pipeline.commands.run.run",
-            "pipeline.registry.load",
-            "pipeline.data.Path.unlink",
+            "os.system", "builtins.eval", "subprocess.Popen", "torch.os.system", "torch.load", "torch.hub.load",
+            "torch.nn.modules.module.torch.hub.load", "torch.nn.init.torch.load", "torch.nn.init.math.sqrt",
+            "torch.nn.parallel.distributed.os.system", "torch.utils.data.dataloader.os.fork",
+            "torch.utils.data.dataloader.multiprocessing.Process", "torch.nn.Module.__subclasses__",
+            "torch.nn.Linear.forward.__globals__.get", "torch.nn.Linear.forward", "torch.nn.functional.conv2d",
+            "pipeline.cli.main", "pipeline.commands.run.run", "pipeline.registry.load", "pipeline.data.Path.unlink",
             "_io.open",
         ],
-    )
+    )  # fmt: skip
     def test_what_is_refused(self, target: str) -> None:
         assert refusal(target)
 
@@ -181,9 +171,8 @@ class TestResolve:
         self, package: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         name = package(nets="net = 1\ndata = (\n")
-        values = {"name": "x", "model": {"_target_": f"{name}.nets.net"}, "data": {"_target_": f"{name}.nets.data"}}
-        values |= {"loss": {"_target_": "torch.nn.MSELoss"}, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1}}
-        file = from_mapping(values | {"train": {"epochs": 1, "global_batch_size": 8}})
+        parts = {part: {"_target_": f"{name}.nets.{part}"} for part in ("model", "data")}
+        file = from_mapping({**SECTIONS, **parts})
         monkeypatch.setattr(preflight, "allowed_packages", lambda: (*BUILT_IN, name))
         with pytest.raises(ExperimentError) as caught:
             preflight.check(file)
@@ -193,33 +182,21 @@ class TestResolve:
     @pytest.mark.parametrize(
         ("target", "expected"),
         [
-            (
-                "os.system",
-                'os.system is not in an allowed package. To allow your package, write packages = ["myproject"]',
-            ),
+            ("os.system",
+             'os.system is not in an allowed package. To allow your package, write packages = ["myproject"]'),
             ("torch.nn.Linera", "torch.nn has no Linera; did you mean Linear?"),
             ("torch.optim.lr_schedular.StepLR", "torch.optim has no lr_schedular; did you mean lr_scheduler?"),
             ("torch.SGD", "torch has no SGD; did you mean torch.optim.SGD?"),
             ("troch.nn.Linear", "troch is not an allowed package; did you mean torch.nn.Linear?"),
             ("torch.load", "torch.load is defined in torch.serialization, which is not allowed. To use it, call "),
-            (
-                "torch.nn.modules.linear.math",
-                "torch.nn.modules.linear.math is a module, not a class or function. It defines",
-            ),
-            (
-                "torch.nn.Linear.forward",
-                "torch.nn.Linear.forward is a method. Only methods of the project",
-            ),
-            (
-                "torch.nn.functional.relu.x",
-                "torch.nn.functional.relu.x: torch.nn.functional.relu is not a module or a class",
-            ),
-            (
-                "torch.nn._reduction.get_enum",
-                "torch.nn._reduction.get_enum is private: names that start with an under",
-            ),
+            ("torch.nn.modules.linear.math",
+             "torch.nn.modules.linear.math is a module, not a class or function. It defines"),
+            ("torch.nn.Linear.forward", "torch.nn.Linear.forward is a method. Only methods of the project"),
+            ("torch.nn.functional.relu.x",
+             "torch.nn.functional.relu.x: torch.nn.functional.relu is not a module or a class"),
+            ("torch.nn._reduction.get_enum", "torch.nn._reduction.get_enum is private: names that start with an under"),
         ],
-    )
+    )  # fmt: skip
     def test_each_refusal_says_what_to_do(self, target: str, expected: str) -> None:
         assert refusal(target).startswith(expected)
 
@@ -266,12 +243,10 @@ class TestResolve:
             ("import not_there_either\n", "ModuleNotFoundError: No module named 'not_there_either' (nets.py:1)"),
             ("import sys\nsys.exit(3)\n", "SystemExit: 3 (nets.py:2)"),
             ("import torch\ntorch.zeros(2, 'a')\n", "(nets.py:2)"),
-            (
-                "raise RuntimeError('operator torchvision::nms does not exist\\nmore')\n",
-                "RuntimeError: operator torchvision::nms does not exist more (nets.py:1)",
-            ),
+            ("raise RuntimeError('operator torchvision::nms does not exist\\nmore')\n",
+             "RuntimeError: operator torchvision::nms does not exist more (nets.py:1)"),
         ],
-    )
+    )  # fmt: skip
     def test_a_package_that_fails_shows_its_line(self, package: Any, text: str, expected: str) -> None:
         name = package(nets=text)
         message = refusal(f"{name}.nets.Net", name)
@@ -359,24 +334,21 @@ class TestCheck:
             "optimizer.lr": "is '64' (a string). Write ${oc.decode:${oc.env:W}}.",
         }
 
-    def test_the_scheduler_is_given_the_optimizer(self, package: Any) -> None:
+    def test_the_scheduler_and_those_in_it_are_given_the_optimizer(self, package: Any) -> None:
         name = package(nets="def anything(*args, **kw): pass\n")
         scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR"}
         assert list(checked(scheduler=scheduler)) == ["scheduler.step_size"]
+        inner = {"_target_": f"{SCHEDULERS}.LinearLR", "optimizer": 1}
+        assert checked(scheduler={"_target_": f"{SCHEDULERS}.ChainedScheduler", "schedulers": [inner]}) == {
+            "scheduler.schedulers[0].optimizer": f"pipeline passes the optimizer to {SCHEDULERS}.LinearLR as this "
+            "argument. Remove it."
+        }
         assert checked(name, scheduler={"_target_": f"{name}.nets.anything", "x": 1}) == {}
 
     def test_the_sampler_is_given_the_training_set_the_epoch_and_a_generator(self) -> None:
         assert checked(sampler={"_target_": "pipeline.data.by_length", "batch_size": 3}) == {}
         assert checked(sampler={"_target_": "pipeline.data.balanced", "samples": 3}) == {
             "sampler.samples": "pipeline passes the training set to pipeline.data.balanced as this argument. Remove it."
-        }
-
-    def test_schedulers_in_a_scheduler_are_given_it_as_well(self) -> None:
-        inner = {"_target_": f"{SCHEDULERS}.LinearLR", "optimizer": 1}
-        scheduler = {"_target_": f"{SCHEDULERS}.ChainedScheduler", "schedulers": [inner]}
-        assert checked(scheduler=scheduler) == {
-            "scheduler.schedulers[0].optimizer": f"pipeline passes the optimizer to {SCHEDULERS}.LinearLR as this "
-            "argument. Remove it."
         }
 
     @pytest.mark.parametrize(
@@ -474,3 +446,46 @@ class TestBuild:
         inner = {"_target_": "os.system", "command": "false"}
         with pytest.raises(ExperimentError, match=r"^model\.modules\.a\._target_: os\.system is not in an allowed"):
             build(component("torch.nn.ModuleDict", modules={"a": inner}), key="model", allowed=BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.utils.data.datapipes.gen_pyi.gen_from_template", "torch.utils.data.datapipes.iter.RoutedDecoder",
+        "torch.utils.data.IterDataPipe", "torchmetrics.multimodal.CLIPScore", "torchmetrics.text.BERTScore",
+    ],
+)  # fmt: skip
+def test_names_that_run_code_have_a_reason_and_a_remedy(target: str) -> None:
+    message = refusal(target)
+    assert message.startswith(f"{target} can load and run code. To use it, call {target} in a function of your package")
+    assert 'packages = ["myproject"] below [tool.pipeline]' in message
+    assert len(targets._RUN_CODE) <= 20  # the list stays short
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sections", "key"),
+    [
+        (["data._target_=torch.utils.data.datapipes.gen_pyi.gen_from_template"], {}, "data._target_"),
+        (["model.in_features={_target_: os.system, command: x}"], {}, "model.in_features._target_"),
+        ([], {"sweep": {"parameters": {"optimizer._target_": {"grid": ["torch.optim.SGD", "torch.load"]}}}},
+         "sweep.parameters.optimizer._target_"),
+    ],
+)  # fmt: skip
+def test_no_component_is_called_before_all_names_are_allowed(
+    package: Any,
+    overrides: list[str],
+    sections: dict[str, Any],
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The metric would leave a file."""
+    monkeypatch.chdir(tmp_path)
+    name = package(metric="def leaving():\n    open('built', 'w').close()\n")
+    monkeypatch.setattr(preflight, "allowed_packages", lambda: (*BUILT_IN, name))
+    file = {**SECTIONS, "data": {"_target_": "pipeline.data.digits"}, **sections}
+    file["metrics"] = {"leaving": {"_target_": f"{name}.metric.leaving"}}
+    with pytest.raises(ExperimentError) as caught:
+        preflight.check(from_mapping(file, overrides), with_data=True)
+    assert key in [problem.key for problem in caught.value.problems]
+    assert not Path("built").exists()

@@ -5,6 +5,8 @@
 import io
 import os
 import re
+import threading
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,13 +35,14 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.rank import Rank
-from pipeline.record.console import Console, _Lines
+from pipeline.record.console import Console, _Lines, stages_on
 from pipeline.record.screen import OptionalConsole, Terminal
 from pipeline.record.trial_progress import facts
 from pipeline.results.measured import result_of_run, speedup_table
 from pipeline.results.record import Table
 from pipeline.results.speedup import find_main, measure_rows
 from pipeline.results.terminal import format_table, print_result
+from pipeline.system import begin_stage, end_stage
 
 RAY = MAIN.model_copy(update={"launcher": "ray"})
 
@@ -48,8 +51,8 @@ def pipe() -> rich.console.Console:
     return rich.console.Console(file=io.StringIO(), width=80)
 
 
-def terminal() -> rich.console.Console:
-    return rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, force_interactive=True)
+def terminal(*, width: int = 80, **more: Any) -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), width=width, force_terminal=True, force_interactive=True, **more)
 
 
 def printed(stdout: rich.console.Console) -> str:
@@ -121,13 +124,9 @@ def test_a_pipe_hears_of_what_takes_long_now_and_then() -> None:
         "ddp, 2 workers: evaluating, 700/1,200 samples",
         "ddp, 2 workers: downloading, 12.3 MB/170.0 MB",
     ]
-
-
-def test_a_pipe_gets_no_line_for_the_start_of_a_second_activity_of_the_same_name() -> None:
-    """Step times are measured of the training, then of each configuration that it is compared with."""
+    # The start of a second activity of the same name is not told: each configuration is measured.
     rounds = [advanced(n, time=20.0 * start + n, total=3, unit="rounds") for start in range(3) for n in (1, 2, 3)]
-    text = show(opened(), started(), *rounds, stdout=pipe())
-    assert len(text.splitlines()) == 2
+    assert len(show(opened(), started(), *rounds, stdout=pipe()).splitlines()) == 2
 
 
 def test_a_terminal_shows_a_bar_for_what_takes_long_until_it_is_done() -> None:
@@ -148,16 +147,14 @@ def test_a_terminal_shows_a_bar_for_what_takes_long_until_it_is_done() -> None:
 
 def screens(*events: AnyEvent, width: int) -> list[list[str]]:
     """What a terminal shows after each event, without colors."""
-    stdout = rich.console.Console(
-        file=io.StringIO(), width=width, force_terminal=True, force_interactive=True, color_system=None
-    )
+    stdout = terminal(width=width, color_system=None)
     console = Console(Terminal.on(stdout), trials=[MAIN])
     console.receive(run_opened())
     found = []
     for event in events:
         console.receive(event)
         bars = console._display.bars  # type: ignore[union-attr]
-        with bars._lock:  # it refreshes itself now and then
+        with bars.live._lock:  # it refreshes itself now and then, and takes its own lock after this one
             at = len(printed(stdout))
             bars.refresh()
             text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(stdout)[at:])
@@ -251,21 +248,15 @@ def test_a_stage_that_takes_long_is_one_line_in_a_pipe() -> None:
 
 def test_a_notebook_gets_plain_lines() -> None:
     stdout = rich.console.Console(file=io.StringIO(), width=160, force_jupyter=True)
-    assert isinstance(showing(stdout)._display, _Lines)
-
-
-def showing(stdout: rich.console.Console) -> Console:
     console = Console(Terminal.on(stdout), trials=[MAIN])
     for event in (run_opened(), *MIDST):
         console.receive(event)
-    return console
+    assert isinstance(console._display, _Lines)
 
 
 @pytest.mark.parametrize("width", [80, 40, 20])
 def test_the_live_display_fits_a_narrow_terminal(width: int) -> None:
-    stdout = rich.console.Console(
-        file=io.StringIO(), width=width, force_terminal=True, force_interactive=True, color_system=None
-    )
+    stdout = terminal(width=width, color_system=None)
     show(opened(), started(), FirstStep(time=2, trial="main"), metrics(5, time=3, train__loss=0.5),
          advanced(300, time=4), stdout=stdout)  # fmt: skip
 
@@ -330,22 +321,19 @@ def test_a_failure_is_left_to_the_command_line() -> None:
     assert show(opened(), failed, stdout=pipe()) == show(opened(), stdout=pipe())
 
 
-@pytest.mark.parametrize("last", [end(), Failed(time=3, trial="main", rank=Rank(), error="no", traceback="")])
+@pytest.mark.parametrize(
+    "last", [end(), Failed(time=3, trial="main", rank=Rank(), error="no", traceback=""), metrics(6, time=3)]
+)
 def test_a_terminal_gets_its_cursor_back_however_a_trial_ends(last: AnyEvent) -> None:
     stdout = terminal()
-    text = show(opened(), started(), metrics(5, time=2, train__loss=0.5), last, stdout=stdout)
-    hide, restore = "\x1b[?25l", "\x1b[?25h"
+    console = Console(Terminal.on(stdout), trials=[RAY])
+    for event in (opened(), started(), metrics(5, time=2, train__loss=0.5), last):
+        console.receive(event)
+    console.close()
+    console.close()
+    text, hide, restore = printed(stdout), "\x1b[?25l", "\x1b[?25h"
     assert text.count(hide) == text.count(restore) == 1
     assert text.index(hide) < text.index(restore)
-
-
-def test_closing_in_the_middle_of_a_trial_restores_the_terminal_once() -> None:
-    stdout = terminal()
-    console = Console(Terminal.on(stdout), trials=[RAY])
-    console.receive(opened())
-    console.close()
-    console.close()
-    assert printed(stdout).count("\x1b[?25h") == 1
 
 
 def test_a_terminal_says_what_is_waited_for_and_keeps_one_line_of_a_finished_trial() -> None:
@@ -433,3 +421,63 @@ def test_a_baseline_says_that_it_was_timed() -> None:
     console.receive(opened().model_copy(update={"trial": "baseline", "role": "baseline", "title": "1 worker"}))
     console.receive(finished("baseline", spread(690), metrics={"train/loss": 2.196}))
     assert printed(stdout).splitlines()[-1].endswith("timed, not trained: 690 samples/s, first step after 6.2 s")
+
+
+# The line with what a command waits for: at once on a terminal, only for what takes long in a pipe
+
+
+def test_a_terminal_shows_each_stage_in_one_line_that_goes() -> None:
+    console = terminal(color_system=None)
+    with stages_on(console):
+        begin_stage("reading the experiment")
+        assert "reading the experiment ..." in printed(console)
+        console.print("note: no GPU here")
+        begin_stage("importing torch")
+        end_stage()
+        told = printed(console)
+        console.print("error: no such file")
+    assert told.count("\x1b[?25l") == told.count("\x1b[?25h") == 1
+    assert told.endswith("\x1b[2K")  # nothing is left of it
+    assert "note: no GPU here\n" in told
+    assert printed(console).endswith("\x1b[2Kerror: no such file\n")
+
+
+class Timer:
+    """A timer whose time has come when the test says so."""
+
+    made: list["Timer"]
+
+    def __init__(self, seconds: float, act: Callable[..., None], arguments: Sequence[object]) -> None:
+        self.seconds, self.ring, self.is_on, self.daemon = seconds, lambda: act(*arguments), False, False
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.is_on = True
+
+    def cancel(self) -> None:
+        self.is_on = False
+
+    def join(self) -> None:
+        assert not self.is_on
+
+
+def test_a_pipe_gets_a_line_for_a_stage_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    Timer.made = []
+    monkeypatch.setattr(threading, "Timer", Timer)
+    console = rich.console.Console(file=io.StringIO(), width=80)
+    with stages_on(console):
+        begin_stage("reading the experiment")
+        begin_stage("importing torch")
+        reading, importing = Timer.made
+        assert (reading.is_on, importing.is_on, importing.seconds) == (False, True, 5.0)
+        importing.ring()
+    assert not importing.is_on
+    assert printed(console) == "importing torch ...\n"
+
+
+def test_who_wants_no_progress_gets_none() -> None:
+    console = rich.console.Console(file=io.StringIO(), quiet=True, force_terminal=True)
+    with stages_on(console):
+        begin_stage("importing torch")
+    begin_stage("drawing the report")  # nobody listens
+    assert printed(console) == ""

@@ -34,16 +34,10 @@ WITH_CREDENTIALS = {
     "s3://bucket/x?next=http://u:p@host": "s3://bucket/x?next=http://host",
 }
 WITHOUT_CREDENTIALS = [
-    "sqlite:////home/me@corp/mlflow.db?timeout=5",
-    "postgresql://[::1]:5432/db?sslmode=require",
-    "postgresql://host/d@b",
-    "http://host:5000/users/@me",
-    "http://[::1]:5000/@me",
-    "http://host/?",
-    "hdfs://namenode:8020/user/me@corp",
-    "s3://bucket/run@1",
-    "mlflow.db?password=1",
-]
+    "sqlite:////home/me@corp/mlflow.db?timeout=5", "postgresql://[::1]:5432/db?sslmode=require",
+    "postgresql://host/d@b", "http://host:5000/users/@me", "http://[::1]:5000/@me", "http://host/?",
+    "hdfs://namenode:8020/user/me@corp", "s3://bucket/run@1", "mlflow.db?password=1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("uri", "shown"), WITH_CREDENTIALS.items())

@@ -82,13 +82,9 @@ def test_no_generated_titles_stand_in_the_way() -> None:
     assert [name for s in sections for name, key in s["properties"].items() if "title" in key] == []
 
 
-@pytest.mark.parametrize("section", SUGGESTED)
-def test_suggested_components_exist(section: str) -> None:
-    for name in SUGGESTED[section]:
-        assert callable(targets.find(name, key=section, allowed=BUILT_IN))
-
-
-def test_suggestions_hold_all_that_is_built_in() -> None:
+def test_suggested_components_exist_and_hold_all_that_is_built_in() -> None:
+    for section, names in SUGGESTED.items():
+        assert all(callable(targets.find(name, key=section, allowed=BUILT_IN)) for name in names)
     assert set(SUGGESTED["model"]) == {f"pipeline.models.{name}" for name in models.__all__}
     helpers = {"Splits", "example_sentences", "make_once", "read_csv", "draw_weighted"}
     offered = {*SUGGESTED["data"], *SUGGESTED["sampler"]}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import toys
-from test_run_results import check
+from screens import check
 from toy_runs import T0, toy_run
 
 from pipeline.commands import evaluate as evaluating

@@ -90,12 +90,10 @@ def test_a_table_may_have_fewer_parts() -> None:
     [
         ({"table": "titanic"}, r"data\.table: is 'titanic'; write one of breast_cancer, wine, iris"),
         ({"test_fraction": 1.0}, r"data\.test_fraction: is 1\.0; write a number from 0 \(none\) to less than 1"),
-        (
-            {"test_fraction": 0.6, "validation_fraction": 0.4},
-            r"data\.test_fraction: is 0\.6, and data\.validation_fraction is 0",
-        ),
+        ({"test_fraction": 0.6, "validation_fraction": 0.4},
+         r"data\.test_fraction: is 0\.6, and data\.validation_fraction is 0"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_table_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         tabular(**arguments)

@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlflow  # noqa: F401 - its import starts uname, and a test may start no process
 import numpy
 import pytest
 import torch
 from outside import code
 from safetensors.torch import load_file
-from test_run_results import check
+from screens import check
 from toy_runs import toy_run
 from toys import ComparedNet, regression
 
@@ -95,9 +96,11 @@ def test_checkpoints_that_cannot_be_read_are_told(made: Callable[..., Path], tmp
         exported(run, tmp_path / "out", overrides=[f"checkpoint.directory={tmp_path / 'file' / 'checkpoints'}"])
 
 
-def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
+def test_the_files_describe_themselves_and_replace_those_of_an_earlier_export(run: Path, tmp_path: Path) -> None:
+    for name in ("mine.txt", "model.onnx"):
+        (tmp_path / name).touch()
     found = exported(run, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "mine.txt"])
     about = json.loads((tmp_path / "model.json").read_text())
     assert about == found.model_dump(mode="json")
     assert (about["run"], about["weights"]["step"]) == (run.name, 3)
@@ -196,13 +199,6 @@ def test_a_folder_in_use_and_missing_packages_are_refused(tmp_path: Path, monkey
             check_options(**dict(zip(("onnx", "to", "force"), options, strict=True)))  # type: ignore[arg-type]
     check_options(onnx=False, to=tmp_path, force=True)
     check_options(onnx=False, to=tmp_path / "new", force=False)
-
-
-def test_force_replaces_an_earlier_export_and_nothing_else(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").touch()
-    (tmp_path / "model.onnx").touch()
-    exported(run, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "mine.txt"])
 
 
 def test_what_cannot_be_written_or_loaded_is_told(run: Path, tmp_path: Path) -> None:

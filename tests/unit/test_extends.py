@@ -69,13 +69,8 @@ def test_sections_are_merged_lists_and_components_are_replaced() -> None:
     assert experiment.sweep is not None
     assert experiment.sweep.parameters["optimizer.lr"].choice == (1, 2)
     assert file.bases == (Path("lab/base.yaml"),)
-
-
-def test_a_component_without_a_target_changes_arguments() -> None:
-    assert read("extends: base.yaml\noptimizer: {lr: 1.0}").experiment.optimizer.arguments == {
-        "lr": 1.0,
-        "momentum": 0.9,
-    }
+    changed = read("extends: base.yaml\noptimizer: {lr: 1.0}").experiment.optimizer  # without a target
+    assert changed.arguments == {"lr": 1.0, "momentum": 0.9}
 
 
 def test_it_is_the_experiment_that_one_file_would_be() -> None:
@@ -105,20 +100,10 @@ def test_a_problem_has_the_file_and_line_that_it_comes_from() -> None:
     text = "extends: base.yaml\ntrain:\n  precision: fp8\nbenchmark:\n  step: 3\n  baseline: {strategy: nope}\n"
 
     shown = problems_of(text, "seed=-1")
-
-    places = [
-        "lab/e.yaml:3: train.precision",
-        "lab/e.yaml:5: benchmark.step",
-        "lab/e.yaml:6: benchmark.baseline.strategy",
-    ]
     assert [problem.split(": is ")[0].split(": unknown")[0] for problem in shown] == [
-        *places,
-        "lab/base.yaml:12: train.epochs",
-        "command line: seed=-1: seed",
-    ]
-
-
-def test_a_missing_key_is_missing_in_the_file_that_extends() -> None:
+        "lab/e.yaml:3: train.precision", "lab/e.yaml:5: benchmark.step", "lab/e.yaml:6: benchmark.baseline.strategy",
+        "lab/base.yaml:12: train.epochs", "command line: seed=-1: seed",
+    ]  # fmt: skip
     Path("lab/base.yaml").write_text(BASE.replace("name: base\n", ""))
     (problem,) = problems_of("extends: base.yaml\n")
     assert problem.startswith("lab/e.yaml: name: missing")
@@ -132,27 +117,19 @@ def test_a_missing_key_is_missing_in_the_file_that_extends() -> None:
         ('"${oc.env:BASE}"', "lab/e.yaml:2: extends: is '${oc.env:BASE}' (a string); write the path"),
         ("bose.yaml", "lab/e.yaml:2: extends: is bose.yaml; lab/bose.yaml: there is no such file; did you mean"),
         (".", "lab/e.yaml:2: extends: is .; lab is a folder, not an experiment file; there are"),
-        (
-            "e.yaml",
-            "lab/e.yaml:2: extends: the files extend each other: lab/e.yaml extends lab/e.yaml. Remove one of them.",
-        ),
-        (
-            "ring.yaml",
-            "lab/ring.yaml:1: extends: the files extend each other: lab/e.yaml extends lab/ring.yaml",
-        ),
+        ("e.yaml",
+         "lab/e.yaml:2: extends: the files extend each other: lab/e.yaml extends lab/e.yaml. Remove one of them."),
+        ("ring.yaml", "lab/ring.yaml:1: extends: the files extend each other: lab/e.yaml extends lab/ring.yaml"),
         ("damaged.yaml", "lab/damaged.yaml:3: can't be read as YAML: while parsing a flow node"),
         ("text.yaml", "lab/text.yaml: is 'text' (a string); write sections"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_extended_is_refused(extends: str, message: str) -> None:
     Path("lab/ring.yaml").write_text("extends: ../lab/e.yaml\n")
     Path("lab/damaged.yaml").write_text("name: x\nmodel: {\n")
     Path("lab/text.yaml").write_text("text\n")
     (problem,) = problems_of(f"name: e\nextends: {extends}\n")
     assert problem.startswith(message)
-
-
-def test_an_override_is_refused() -> None:
     expected = "command line: extends=x.yaml: extends: works only in files. Set it in the experiment file."
     assert problems_of("extends: base.yaml\n", "extends=x.yaml") == [expected]
 

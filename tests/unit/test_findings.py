@@ -36,75 +36,51 @@ def bad(*nodes_: NodeFacts) -> CheckResult:
     return finding
 
 
-def test_nodes_that_do_not_answer_have_nothing_to_check() -> None:
+def cuda(**facts: object) -> dict[str, object]:
+    """Facts of a node with GPUs and a torch that is built for them."""
+    return {"torch": WITH_CUDA, **GPUS, **facts}
+
+
+def test_a_node_that_has_everything_has_no_fault_and_one_that_does_not_answer_nothing_to_check() -> None:
     assert judged() == []
-
-
-def test_a_node_that_has_everything_has_no_fault() -> None:
     assert {finding.status for finding in judged(HERE)} == {"ok"}
-    assert {finding.status for finding in judged(node(torch=WITH_CUDA, **GPUS))} == {"ok"}  # its build may differ
+    assert {finding.status for finding in judged(node(**cuda()))} == {"ok"}  # its build may differ
+
+
+UNKNOWN = WITH_CUDA.model_copy(update={"cuda_available": False, "cuda_error": "RuntimeError: CUDA unknown error"})
+OLD = {"driver": "550.54", "driver_cuda": "12.4"}
 
 
 @pytest.mark.parametrize(
     ("facts", "status", "said", "fix"),
     [
-        (
-            {"shared_memory_mb": 64, "shared_memory_free_mb": 60},
-            "warning",
-            "60 MiB of 64 MiB are free",
-            "--shm-size=2g",
-        ),
+        ({"shared_memory_mb": 64, "shared_memory_free_mb": 60}, "warning", "60 MiB of 64 MiB are free",
+         "--shm-size=2g"),
         ({"shared_memory_free_mb": 4}, "warning", "4 MiB of 4096 MiB are free in /dev/shm", "/dev/shm"),
         ({"torch": None}, "problem", "a has no torch, and this machine has 2.13.0", "pip install torch==2.13.0"),
         ({"python": "3.12.1"}, "problem", "a has Python 3.12, and this machine has 3.", "use Python 3."),
         ({"gpu_error": "Driver/library version mismatch"}, "problem", "Driver/library version mismatch", "nvidia-smi"),
         (GPUS, "problem", "2 x NVIDIA H200, but torch 2.13.0+cpu is built for CPUs only", "pip install torch==2.13.0"),
+        (cuda(**OLD), "problem", "driver 550.54 supports CUDA up to 12.4. torch 2.13.0+cu130 needs 13.0", ""),
+        (cuda(torch=UNKNOWN), "problem", "CUDA unknown error", ""),
     ],
-)
+)  # fmt: skip
 def test_what_is_lacking_is_said_with_what_mends_it(facts: dict[str, object], status: str, said: str, fix: str) -> None:
     finding = bad(node(**facts))
-
     assert finding.status == status
     assert said in finding.what
     assert fix in finding.fix
 
 
-def test_a_driver_that_is_too_old_for_torch_s_cuda() -> None:
-    old = node(torch=WITH_CUDA, **{**GPUS, "driver": "550.54", "driver_cuda": "12.4"})
-
-    finding = bad(old)
-
-    assert (finding.status, finding.what) == (
-        "problem",
-        "driver 550.54 supports CUDA up to 12.4. torch 2.13.0+cu130 needs 13.0",
-    )
-
-
-def test_gpus_that_torch_cannot_open() -> None:
-    broken = WITH_CUDA.model_copy(update={"cuda_available": False, "cuda_error": "RuntimeError: CUDA unknown error"})
-
-    finding = bad(node(torch=broken, **GPUS))
-
-    assert finding.status == "problem"
-    assert "CUDA unknown error" in finding.what
-
-
-def test_of_several_nodes_the_one_that_differs_is_named() -> None:
+def test_of_several_nodes_those_that_differ_are_named() -> None:
     other = Torch(version="2.12.1+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None)
     same, another = node(address="10.0.0.2"), node(address="10.0.0.3", torch=other.model_dump())
-
     finding = bad(same, another)
-
     assert finding.status == "problem"
     assert finding.what == "a (10.0.0.3) has torch 2.12.1, and this machine has 2.13.0"
     assert finding.fix == "on a (10.0.0.3): pip install torch==2.13.0"
-
-
-def test_what_many_nodes_lack_is_said_once() -> None:
-    nodes_ = [node(address=f"10.0.0.{i}", pipeline=None) for i in range(2, 8)]
-
-    finding = bad(*nodes_)
-
+    # What many nodes lack is said once.
+    finding = bad(*(node(address=f"10.0.0.{i}", pipeline=None) for i in range(2, 8)))
     assert finding.what.startswith("a (10.0.0.2), a (10.0.0.3), a (10.0.0.4) and 3 more have no ddp-pipeline")
 
 
@@ -117,9 +93,7 @@ def test_gpus_that_cuda_does_not_show_are_counted() -> None:
 def test_the_last_line_counts_the_checks_that_passed() -> None:
     findings = tuple(CheckResult(subject=subject, status="ok", what="fine") for subject in ("git", "disk", "MLflow"))
     console = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
-
     show(Examination(address=None, nodes=(HERE,), findings=findings), terminal=console)
-
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().endswith("\nAll 3 checks passed.\n")
 
@@ -128,9 +102,7 @@ def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
     findings = tuple(judged(node(shared_memory_mb=64, **GPUS)))
     examination = Examination(address=None, nodes=(HERE, node(**GPUS)), findings=findings)
     terminal = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
-
     show(examination, terminal=terminal)
-
     assert isinstance(terminal.file, io.StringIO)
     lines = terminal.file.getvalue().splitlines()
     fixes = [line.strip().removeprefix("fix: ") for line in lines if line.strip().startswith("fix: ")]

@@ -97,12 +97,10 @@ def test_labels_that_are_floats_and_losses_without_labels_are_means_over_samples
     ("batch", "said"),
     [
         ((1, 2), r"data: a batch is a tuple of 2: int, int, not a mapping. Return mappings such as {input_ids"),
-        (
-            {"input_ids": torch.tensor([1])},
-            "the model returned no loss, but logits, for a batch of input_ids, which has no labels",
-        ),
+        ({"input_ids": torch.tensor([1])},
+         "the model returned no loss, but logits, for a batch of input_ids, which has no labels"),
     ],
-)
+)  # fmt: skip
 def test_what_it_cannot_use_is_refused(batch: Any, said: str) -> None:
     with pytest.raises(ExperimentError, match=said):
         FromModel()(toys.LossOfItsOwn(), batch)

@@ -19,85 +19,38 @@ SHARED = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],  # the command cleans up itself
 )
 FILES = [
-    "broken.yaml",
-    "binary",
-    "empty",
-    "good.yaml",
-    "nowhere/x.yaml",
-    "folder",
-    ".",
-    "",
-    "\x00",
-    "x" * 300,
+    "broken.yaml", "binary", "empty", "good.yaml", "nowhere/x.yaml", "folder", ".", "", "\x00", "x" * 300,
     "/dev/null",
-]
+]  # fmt: skip
 FILES += ["runs/20260101-a", "good.yaml/x", "/dev/zero", "~", "*.yaml", "é.yaml"]
 words = st.sampled_from(
     [
         *(
-            "--json",
-            "--quiet",
-            "-q",
-            "--verbose",
-            "--no-baseline",
-            "--nope",
-            "-x",
-            "--",
-            "-",
-            "=",
-            "--help=1",
+            "--json", "--quiet", "-q", "--verbose", "--no-baseline", "--nope", "-x", "--", "-", "=", "--help=1",
             "--workers",
         ),
         *(
-            "--workers=0",
-            "--workers=-1",
-            "--workers=99999999999999999999",
-            "--workers=1,2",
-            "--workers=a",
-            "--workers=",
-            "--workers=٣",
+            "--workers=0", "--workers=-1", "--workers=99999999999999999999", "--workers=1,2", "--workers=a",
+            "--workers=", "--workers=٣",
         ),
         *(
-            "--strategies=",
-            "--strategies=ddpp",
-            "--strategies=,",
-            "--repeats=0",
-            "--repeats=x",
-            "--max=0",
+            "--strategies=", "--strategies=ddpp", "--strategies=,", "--repeats=0", "--repeats=x", "--max=0",
         ),
         *(
-            "--link=",
-            "--link=1",
-            "--link=1Gbit,",
-            "--link=0Gbit,1us",
-            "--link=1e999Gbit,1us",
-            "--link=infGbit,1us",
+            "--link=", "--link=1", "--link=1Gbit,", "--link=0Gbit,1us", "--link=1e999Gbit,1us", "--link=infGbit,1us",
             "--link=-1Gbit,2s",
         ),
         *(
-            "--address=",
-            "--address=x",
-            "--address=://",
-            "--address=h:99999999",
-            "--address=\x00",
+            "--address=", "--address=x", "--address=://", "--address=h:99999999", "--address=\x00",
             "--directory=nowhere",
         ),
         *("--directory=good.yaml", "--directory=\x00", "--resume=", "--resume=x", "--resume=latest", "--allow-changed"),
         *(
-            "--set",
-            "--set=x",
-            "--set==",
-            "--set=data=x",
-            "--set=project_name=",
-            "--set=project_name=../x",
+            "--set", "--set=x", "--set==", "--set=data=x", "--set=project_name=", "--set=project_name=../x",
             "--no-input",
         ),
         *(
-            "--slurm",
-            "--nodes=0",
-            "--nodes=2",
-            "--env=",
-            "--env=A=B",
+            "--slurm", "--nodes=0", "--nodes=2", "--env=", "--env=A=B",
         ),
         *(
             "--to=",
@@ -111,7 +64,7 @@ words = st.sampled_from(
         ),
         *("--launcher=é", "latest", "ddp-project", "dp-prototype", "nope", "\udc80", "a" * 300),
     ]
-)
+)  # fmt: skip
 # What they do with a good file takes long or starts servers: here they get none.
 WITH_FILE = ["check --no-data", "run", "run --dry-run", "benchmark"]
 OTHERS = ["list", "show", "compare", "sync", "new", "schema", "evaluate", "export", "nope"]

@@ -2,7 +2,6 @@
 
 # promise: where a training's wall clock goes, every second with one name
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -59,86 +58,94 @@ def trained(time: float) -> Trained:
     return Trained(time=time, result=result)
 
 
+def resumed(time: float) -> Resumed:
+    """Continued from step 10."""
+    return Resumed(time=time, step=10, epoch=0, checkpoint="")
+
+
 def seconds(*events: AnyEvent) -> dict[str, float]:
     goodput = WallClock("main", events).goodput
     assert goodput is not None
     return {use: pytest.approx(spent) for use, spent in goodput.seconds.items() if spent}
 
 
-def test_each_second_of_an_undisturbed_training_has_a_name() -> None:
-    events: Iterable[AnyEvent] = (
-        opened(0), launched(2), FirstStep(time=9),
-        window(20, step=10, new=10, ms=1000, wait_ms=100), evaluated(23, step=10),
-        window(34, step=20, new=10, ms=1000, wait_ms=300), saved(33, step=10), evaluated(36, step=20),
-        saved(37, step=20), trained(38), window(99, step=20, new=5, ms=1000),
-    )  # fmt: skip
+BASELINE = (launched(2, trial="baseline"), window(50, step=10, new=10, ms=1000).model_copy(update={"trial": "b"}))
+LOST = Failed(time=27, rank=Rank(rank=1), error="gone", traceback="")
+KILLED = RunClosed(time=23, status="KILLED", message="interrupted")
+SHORT = (opened(0), launched(0), window(20, step=10, new=10, ms=1000))
+"""A run whose first window begins with its first step, after ten seconds."""
+FIRST = (opened(0), launched(2), FirstStep(time=9), window(20, step=10, new=10, ms=1000), trained(21))
+AGAIN = (opened(DAY), launched(DAY + 2), resumed(DAY + 3))
+BEFORE = (*FIRST[:-1], saved(20.5, step=10))
+AFTER = (opened(1000), launched(1001), FirstStep(time=1003), window(1014, step=20, new=10, ms=1000), trained(1015))
+JOURNALS: dict[str, tuple[tuple[AnyEvent, ...], dict[str, float]]] = {
     # Ten seconds to the first step of the first window, and a second of saving before the second one.
-    expected = {"start": 10, "input": 1 + 3, "steps": 9 + 7, "evaluation": 3 + 2, "saving": 1 + 2}
-    assert seconds(*events) == expected
-    assert sum(expected.values()) == 38
-
-
-def test_measurements_before_and_after_are_no_part_of_the_training() -> None:
-    baseline = (launched(2, trial="baseline"), window(50, step=10, new=10, ms=1000).model_copy(update={"trial": "b"}))
-    main = (launched(60), window(75, step=10, new=10, ms=1000), trained(76))
-    assert seconds(opened(0), *baseline, *main) == {"start": 2 + 5, "steps": 10, "saving": 1}
-
-
-def test_of_a_killed_run_the_lost_steps_and_the_pause_are_told() -> None:
-    killed = (
-        opened(0), launched(0), FirstStep(time=6), window(15, step=10, new=10, ms=1000), saved(15.5, step=10),
-        window(25, step=20, new=10, ms=1000), SystemMetrics(time=29, node="n", points=()),
-    )  # fmt: skip
-    # It goes on from step 10: steps 11 to 20 are done again, and have no points; four seconds of steps 21 and later
-    # were never reported.
-    resumed = (
-        opened(DAY), launched(DAY + 1), Resumed(time=DAY + 5, step=10, epoch=0, checkpoint=""),
-        FirstStep(time=DAY + 6), window(DAY + 21, step=24, new=4, ms=1000), trained(DAY + 22),
-    )  # fmt: skip
-    assert seconds(*killed, *resumed) == {
-        "start": 5 + 6, "steps": 20 + 4, "redone": 4 + 11, "stopped": DAY - 29, "saving": 1
-    }  # fmt: skip
-
-
-def test_a_window_counts_with_its_new_steps_only() -> None:
-    """Steps 11 to 20 are reported once more, the last two of them in a window with two new ones."""
-    first = (opened(0), launched(0), FirstStep(time=1), window(20, step=20, new=20, ms=1000))
-    again = (
-        launched(22), Resumed(time=23, step=10, epoch=0, checkpoint=""), FirstStep(time=24),
-        window(36, step=22, new=2, ms=1000), trained(36),
-    )  # fmt: skip
-    assert seconds(*first, *again) == {"start": 2, "stopped": 2, "steps": 20 + 2, "redone": 10}
-
-
-def test_a_lost_worker_loses_the_steps_since_the_last_report() -> None:
-    lost = Failed(time=27, rank=Rank(rank=1), error="gone", traceback="")
-    first = (opened(0), launched(0), window(20, step=10, new=10, ms=1000), saved(21, step=10), lost)
-    again = (launched(30), Resumed(time=33, step=10, epoch=0, checkpoint=""), window(45, step=20, new=10, ms=1000))
+    "undisturbed": (
+        (opened(0), launched(2), FirstStep(time=9),
+         window(20, step=10, new=10, ms=1000, wait_ms=100), evaluated(23, step=10),
+         window(34, step=20, new=10, ms=1000, wait_ms=300), saved(33, step=10), evaluated(36, step=20),
+         saved(37, step=20), trained(38), window(99, step=20, new=5, ms=1000)),
+        {"start": 10, "input": 1 + 3, "steps": 9 + 7, "evaluation": 3 + 2, "saving": 1 + 2},
+    ),
+    "measurements before and after": (
+        (opened(0), *BASELINE, launched(60), window(75, step=10, new=10, ms=1000), trained(76)),
+        {"start": 2 + 5, "steps": 10, "saving": 1},
+    ),
+    # It goes on from step 10: steps 11 to 20 are done again, and have no points; four seconds of later steps were never
+    # reported.
+    "killed": (
+        (opened(0), launched(0), FirstStep(time=6), window(15, step=10, new=10, ms=1000), saved(15.5, step=10),
+         window(25, step=20, new=10, ms=1000), SystemMetrics(time=29, node="n", points=()),
+         opened(DAY), launched(DAY + 1), resumed(DAY + 5), FirstStep(time=DAY + 6),
+         window(DAY + 21, step=24, new=4, ms=1000), trained(DAY + 22)),
+        {"start": 5 + 6, "steps": 20 + 4, "redone": 4 + 11, "stopped": DAY - 29, "saving": 1},
+    ),
+    # Steps 11 to 20 are reported once more, the last two of them in a window with two new ones.
+    "only new steps of a window count": (
+        (opened(0), launched(0), FirstStep(time=1), window(20, step=20, new=20, ms=1000),
+         launched(22), resumed(23), FirstStep(time=24), window(36, step=22, new=2, ms=1000), trained(36)),
+        {"start": 2, "stopped": 2, "steps": 20 + 2, "redone": 10},
+    ),
     # What is written in the background while steps go on is called saving where no report came after it.
-    assert seconds(*first, *again, trained(45)) == {
-        "start": 10 + 5, "steps": 20, "saving": 1, "redone": 6, "stopped": 3
-    }  # fmt: skip
+    "a lost worker loses the steps since the last report": (
+        (*SHORT, saved(21, step=10), LOST, launched(30), resumed(33), window(45, step=20, new=10, ms=1000),
+         trained(45)),
+        {"start": 10 + 5, "steps": 20, "saving": 1, "redone": 6, "stopped": 3},
+    ),
+    "interrupted, saved at its end": (
+        (*SHORT, saved(22, step=10), KILLED, opened(50), launched(51), resumed(53),
+         window(70, step=20, new=10, ms=1000), trained(70)),
+        {"start": 10 + 10, "steps": 20, "saving": 2, "stopped": 28},
+    ),
+    "stopped before its first launch": (
+        (opened(0), opened(100), launched(101), window(112, step=10, new=10, ms=1000), trained(112)),
+        {"stopped": 100, "start": 2, "steps": 10},
+    ),
+    "reports of an earlier attempt are sent again": (
+        (opened(0), launched(0), SystemMetrics(time=25, node="n", points=()), launched(30), resumed(33),
+         window(20, step=10, new=10, ms=1000), evaluated(22, step=10), window(45, step=20, new=10, ms=1000),
+         trained(45)),
+        {"start": 25 + 5, "stopped": 5, "steps": 10},
+    ),
+    "completed": (FIRST, {"start": 10, "steps": 10, "saving": 1}),
+    # The pause is no stop, as the training was over.
+    "completed, then continued": (
+        (*FIRST, *AGAIN, window(DAY + 15, step=20, new=10, ms=1000), trained(DAY + 17)),
+        {"start": 15, "steps": 20, "saving": 3},
+    ),
+    "completed, then being measured again": ((*FIRST, *AGAIN), {"start": 10, "steps": 10, "saving": 1}),
+    "completed, then measured again": ((*FIRST, *AGAIN, trained(DAY + 17)), {"start": 10, "steps": 10, "saving": 1}),
+    "an evaluation between two sessions takes no time": (
+        (*BEFORE, launched(500, trial="evaluation"), *AFTER),
+        {"start": 10 + 3, "steps": 20, "saving": 1.5, "redone": 1, "stopped": 979.5},
+    ),
+}  # fmt: skip
 
 
-def test_an_interrupted_run_that_saved_at_its_end_has_lost_nothing() -> None:
-    first = (opened(0), launched(0), window(20, step=10, new=10, ms=1000), saved(22, step=10))
-    closed = RunClosed(time=23, status="KILLED", message="interrupted")
-    again = (opened(50), launched(51), Resumed(time=53, step=10, epoch=0, checkpoint=""))
-    rest = (window(70, step=20, new=10, ms=1000), trained(70))
-    assert seconds(*first, closed, *again, *rest) == {"start": 10 + 10, "steps": 20, "saving": 2, "stopped": 28}
-
-
-def test_a_run_that_was_stopped_before_its_first_launch_was_stopped_since() -> None:
-    again = (opened(100), launched(101), window(112, step=10, new=10, ms=1000), trained(112))
-    assert seconds(opened(0), *again) == {"stopped": 100, "start": 2, "steps": 10}
-
-
-def test_reports_of_an_earlier_attempt_that_are_sent_again_take_no_time() -> None:
-    first = (opened(0), launched(0), SystemMetrics(time=25, node="n", points=()))
-    sent_again = (window(20, step=10, new=10, ms=1000), evaluated(22, step=10))
-    again = (launched(30), Resumed(time=33, step=10, epoch=0, checkpoint=""), *sent_again)
-    spent = seconds(*first, *again, window(45, step=20, new=10, ms=1000), trained(45))
-    assert spent == {"start": 25 + 5, "stopped": 5, "steps": 10}
+@pytest.mark.parametrize("name", JOURNALS)
+def test_each_second_of_a_training_has_one_name(name: str) -> None:
+    events, expected = JOURNALS[name]
+    assert seconds(*events) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,27 +153,6 @@ def test_reports_of_an_earlier_attempt_that_are_sent_again_take_no_time() -> Non
 )
 def test_without_a_report_there_is_no_goodput(events: tuple[AnyEvent, ...]) -> None:
     assert WallClock("main", events).goodput is None
-
-
-FIRST = (opened(0), launched(2), FirstStep(time=9), window(20, step=10, new=10, ms=1000), trained(21))
-
-
-def test_a_finished_training_that_is_continued_has_the_time_of_both_without_the_pause() -> None:
-    """The pause is no stop, as the training was over."""
-    more = (
-        opened(DAY),
-        launched(DAY + 2),
-        Resumed(time=DAY + 3, step=10, epoch=1, checkpoint="c"),
-        window(DAY + 15, step=20, new=10, ms=1000),
-    )
-    assert seconds(*FIRST) == {"start": 10, "steps": 10, "saving": 1}
-    assert seconds(*FIRST, *more, trained(DAY + 17)) == {"start": 15, "steps": 20, "saving": 3}
-
-
-def test_a_finished_training_that_is_only_measured_again_has_the_time_that_it_had() -> None:
-    again = (opened(DAY), launched(DAY + 2), Resumed(time=DAY + 3, step=10, epoch=1, checkpoint="c"))
-    assert seconds(*FIRST, *again) == seconds(*FIRST)
-    assert seconds(*FIRST, *again, trained(DAY + 17)) == seconds(*FIRST)
 
 
 def test_percents_add_up_to_a_hundred_and_are_told_in_one_sentence() -> None:
@@ -182,10 +168,3 @@ def test_percents_add_up_to_a_hundred_and_are_told_in_one_sentence() -> None:
         *("badput/startup", "badput/data_loading", "badput/evaluation", "badput/checkpointing"),
         *("badput/lost_progress", "badput/downtime"),
     }
-
-
-def test_an_evaluation_between_two_sessions_takes_no_time_of_the_training() -> None:
-    before = (opened(0), launched(2), FirstStep(time=9), window(20, step=10, new=10, ms=1000), saved(20.5, step=10))
-    evaluation = launched(500, trial="evaluation")
-    after = (opened(1000), launched(1001), FirstStep(time=1003), window(1014, step=20, new=10, ms=1000), trained(1015))
-    assert seconds(*before, evaluation, *after) == seconds(*before, *after)

@@ -19,7 +19,7 @@ from pipeline.commands.invocation import way_on
 from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.experiment import jsonschema, keys
 from pipeline.experiment.jsonschema import experiment_json_schema
-from pipeline.experiment.load import ExperimentFile, load
+from pipeline.experiment.load import ExperimentFile, list_keys, load
 from pipeline.experiment.references import explain_unknown, fill_in
 from pipeline.experiment.schema import Experiment, Metric
 from pipeline.experiment.summary import config_hash, flatten, to_yaml
@@ -77,67 +77,42 @@ class TestReading:
         assert experiment.optimizer.arguments == {"lr": 0.001}
         assert experiment.hooks[0].arguments == {"size": 2}
 
-    def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(self) -> None:
+    def test_a_byte_order_mark_windows_line_ends_and_a_tab_in_a_comment_do_no_harm(self) -> None:
+        assert read(GOOD.replace("# a comment", "#\ta comment")).experiment == read(GOOD).experiment
         assert read(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()).experiment == read(GOOD).experiment
 
-    def test_a_missing_file_names_the_nearest(self) -> None:
-        Path("resnet.yaml").write_text(GOOD)
-        with pytest.raises(UsageError, match=r"resnte\.yml: there is no such file; did you mean resnet\.yaml\?"):
-            load("resnte.yml")
-
-    def test_a_missing_file_lists_what_is_there(self) -> None:
-        Path("a.yaml").write_text(GOOD)
-        with pytest.raises(UsageError, match=r"there are a\.yaml"):
-            load("quite-different-name")
-
-    def test_a_folder_is_refused(self) -> None:
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("resnte.yml", r"resnte\.yml: there is no such file; did you mean resnet\.yaml\?"),
+            ("quite-different-name", r"no such file; there are resnet\.yaml"),
+            ("bbbb.yaml", r"no such file; did you mean experiments/bbbbb\.yaml\?"),
+            ("experiments", "^experiments is a folder, not an experiment file; there are experiments/aaaaa"),
+            ("experiments/nofile.yaml", r"no such file; there are experiments/aaaaa\.yaml, .* and 1 more$"),
+            ("a" * 300, "a: can't be read: File name too long"),
+            ("a\0b", "can't be read"),
+        ],
+    )
+    def test_a_name_that_is_no_file_is_answered_with_those_that_there_are(self, name: str, said: str) -> None:
         Path("experiments").mkdir()
-        Path("experiments/a.yaml").write_text(GOOD)
-        with pytest.raises(UsageError, match=r"^experiments is a folder, not an experiment file; there are exp"):
-            load("experiments")
-
-    def test_a_file_of_the_folder_of_experiments_is_suggested(self) -> None:
-        Path("experiments").mkdir()
-        for name in "abcdef":
-            Path(f"experiments/{name * 5}.yaml").write_text(GOOD)
-        with pytest.raises(UsageError, match=r"no such file; did you mean experiments/bbbbb\.yaml\?"):
-            load("bbbb.yaml")
-        with pytest.raises(UsageError, match=r"no such file; there are experiments/aaaaa\.yaml, .* and 1 more$"):
-            load("nofile.yaml")
-
-    def test_a_file_that_cannot_be_opened_says_why(self) -> None:
-        with pytest.raises(UsageError, match="a: can't be read: File name too long"):
-            load("a" * 300)
-
-    def test_a_name_that_no_file_can_have_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="can't be read"):
-            load("a\0b")
+        for file in ("resnet", *(f"experiments/{letter * 5}" for letter in "abcdef")):
+            Path(f"{file}.yaml").write_text(GOOD)
+        with pytest.raises(UsageError, match=said):
+            load(name)
 
     def test_merge_keys_and_aliases_work_and_own_keys_win(self) -> None:
-        extra = "parallel: &p {strategy: ddp, workers: 2}\n"
-        file = read(extra + GOOD + "benchmark: {baseline: {<<: *p, workers: 4}}\n")
-        assert file.experiment.benchmark.baseline.strategy == "ddp"
-        assert file.experiment.benchmark.baseline.workers == 4
-
-    def test_of_several_merged_mappings_the_first_wins(self) -> None:
         merged = "metrics: {a: {<<: [&x {_target_: a.b, n: 1}, &y {n: 2, o: 3}]}}\n"
-        assert read(GOOD + merged).experiment.metrics["a"].arguments == {"n": 1, "o": 3}
+        extra = "parallel: &p {strategy: ddp, workers: 2}\n"
+        experiment = read(extra + GOOD + merged + "benchmark: {baseline: {<<: *p, workers: 4}}\n").experiment
+        assert experiment.metrics["a"].arguments == {"n": 1, "o": 3}
+        assert (experiment.benchmark.baseline.strategy, experiment.benchmark.baseline.workers) == ("ddp", 4)
 
-    def test_dates_stay_texts(self) -> None:
-        assert read(GOOD + "metrics: {a: {_target_: a.b, since: 2020-01-01}}").experiment.metrics["a"].arguments == {
-            "since": "2020-01-01"
-        }
-
-    def test_times_stay_texts(self) -> None:
-        assert read(GOOD, "data.since=10:30", "data.of=1:02:03.5").experiment.data.arguments == {
-            "since": "10:30",
-            "of": "1:02:03.5",
-        }
-
-    def test_an_argument_may_be_called_target(self) -> None:
-        experiment = read(GOOD + "metrics: {a: {_target_: a.b, target: 3}}").experiment
+    def test_dates_and_times_stay_texts_and_an_argument_may_be_called_target(self) -> None:
+        text = GOOD + "metrics: {a: {_target_: a.b, since: 2020-01-01, target: 3}}"
+        experiment = read(text, "data.of=10:30", "data.to=1:02:03.5").experiment
         assert experiment.metrics["a"].target == "a.b"
-        assert experiment.metrics["a"].arguments == {"target": 3}
+        assert experiment.metrics["a"].arguments == {"since": "2020-01-01", "target": 3}
+        assert experiment.data.arguments == {"of": "10:30", "to": "1:02:03.5"}
 
 
 class TestNotYaml:
@@ -154,46 +129,29 @@ class TestNotYaml:
             ("a: {b: 1\nc: 2", "e.yaml:1: can't be read as YAML: while parsing a flow mapping: expected ',' or '}'"),
             ("a: 1\nb: {c: ${d}}", 'e.yaml:2: inside {} and [] a ${...} needs quotes; write "${...}"'),
             ("a: 1\nb: 'x\nc: 2", "e.yaml:2: can't be read as YAML: while scanning a quoted scalar: "),
-            (
-                "a:\n  b: 1\n   c: 2",
-                "e.yaml:3: an unexpected colon. Indent less, or put a string with ': ' in quotes",
-            ),
-            (
-                "a:\n   b: 1\n  c: 2",
-                "e.yaml:3: the indentation does not match a section above. Start all its keys",
-            ),
+            ("a:\n  b: 1\n   c: 2", "e.yaml:3: an unexpected colon. Indent less, or put a string with ': ' in quotes"),
+            ("a:\n   b: 1\n  c: 2", "e.yaml:3: the indentation does not match a section above. Start all its keys"),
             ("a: 1\nb\n", "e.yaml:2: can't be read as YAML: while scanning a simple key: could not find expected ':'"),
             ("a: *b", "e.yaml:1: can't be read as YAML: found undefined alias 'b'"),
             ("a: 1\n---\nb: 1", "e.yaml:2: can't be read as YAML: expected a single document in the stream: "),
             ("a: @b", "e.yaml:1: can't be read as YAML: while scanning for the next token: found character '@'"),
-            (
-                "a: 1\nb: !!python/name:os.system x",
-                "e.yaml:2: b: the YAML tag !!python/name:os.system is not supported",
-            ),
+            ("a: 1\nb: !!python/name:os.system x",
+             "e.yaml:2: b: the YAML tag !!python/name:os.system is not supported"),
             ("a: {On: x}", "e.yaml:1: a: the key On is not a string; put it in quotes"),
             ("a: {1: x}", "e.yaml:1: a: the key 1 is not a string; put it in quotes"),
             ("a: !!int x", "e.yaml:1: a: 'x' is not an integer of at most 64 bits; put strings in quotes"),
             ("a: #ff0000", "e.yaml:1: a: is empty, since # starts a comment. Write '#ff0000', or null."),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
             ("a: &a [*a]", "e.yaml:1: "),
-            (
-                "a: 1\nb: [0, no]",
-                "e.yaml:2: b[1]: is no, which YAML 1.1 reads as false. Write false, ",
-            ),
-            (
-                "a: 695e0514",
-                "e.yaml:1: a: is 695e0514, which YAML 1.1 reads as .inf. Write .inf, or '695e0514' for",
-            ),
+            ("a: 1\nb: [0, no]", "e.yaml:2: b[1]: is no, which YAML 1.1 reads as false. Write false, "),
+            ("a: 695e0514", "e.yaml:1: a: is 695e0514, which YAML 1.1 reads as .inf. Write .inf, or '695e0514' for"),
             ("a: 00e1", "e.yaml:1: a: is 00e1, which YAML 1.1 reads as 0.0. Write 0.0, or '00e1' for the text."),
             ("a: {cat:2, b: 1}", "e.yaml:1: a.cat:2: has no value. Put a space after the colon: cat: 2"),
             ("a: " + "[" * 1000, "e.yaml:1: nested deeper than 40 levels"),
         ],
-    )
+    )  # fmt: skip
     def test_each_has_a_sentence_and_a_line(self, text: str | bytes, expected: str) -> None:
         assert problems_of(text)[0].startswith(expected)
-
-    def test_a_tab_inside_a_text_is_fine(self) -> None:
-        assert read(GOOD.replace("# a comment", "#\ta comment")).experiment.name == "good"
 
     def test_all_duplicate_keys_name_the_line_of_the_first(self) -> None:
         text = "name: a\ntrain:\n  epochs: 1\n  epochs: 2\nname: b\n"
@@ -270,50 +228,35 @@ command line: trian.epochs=3: trian: unknown key; did you mean train?
 command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
         )
 
-    def test_a_missing_section_shows_the_file(self) -> None:
+    def test_a_missing_section_shows_the_file_and_a_contradiction_its_line(self) -> None:
         text = GOOD.replace("loss: {_target_: torch.nn.CrossEntropyLoss}\n", "")
         assert problems_of(text) == ["e.yaml: loss: missing. Set a loss, or a task that computes the loss."]
-
-    def test_contradictions_get_their_line(self) -> None:
         found = problems_of(GOOD.replace("size: 16", "size: 2"), "parallel.workers=4")
         assert found[0].startswith("e.yaml:14: train.global_batch_size: 2 samples cannot be split over 4 workers")
 
     @pytest.mark.parametrize(
         ("line", "expected"),
         [
-            (
-                "checkpoint: 3",
-                "checkpoint: is 3 (an integer); write a mapping with keys from every_steps, every_minutes, keep, best",
-            ),
+            ("checkpoint: 3",
+             "checkpoint: is 3 (an integer); write a mapping with keys from every_steps, every_minutes, keep, best"),
             ("loader: {num_workers: true}", "loader.num_workers: is true (a boolean); write an integer of at least 0"),
             ("parallel: {options: []}", "parallel.options: is a list; write a mapping"),
-            (
-                "parallel: {start_timeout_s: 0}",
-                "parallel.start_timeout_s: is 0 (an integer); write a number greater",
-            ),
+            ("parallel: {start_timeout_s: 0}", "parallel.start_timeout_s: is 0 (an integer); write a number greater"),
             ("parallel: {address: 3}", "parallel.address: is 3 (an integer); write a string or null"),
-            (
-                "parallel: {launcher: ryy}",
-                "parallel.launcher: is 'ryy' (a string); write one of ",
-            ),
+            ("parallel: {launcher: ryy}", "parallel.launcher: is 'ryy' (a string); write one of "),
             ("tracking: {log_model: 12}", "tracking.log_model: is 12 (an integer); write true or false"),
             ("metrics: [1]", "metrics: is a list; write a mapping"),
-            (
-                "task: null\nloader: {num_workers: {}}",
-                "loader.num_workers: is a mapping; write an integer of at leas",
-            ),
+            ("task: null\nloader: {num_workers: {}}", "loader.num_workers: is a mapping; write an integer of at leas"),
             ("global-batch-size: 3", "global-batch-size: unknown key; did you mean train.global_batch_size?"),
             ("momentum: 0.9", "momentum: unknown key; did you mean optimizer.momentum?"),
         ],
-    )
+    )  # fmt: skip
     def test_each_kind_of_mistake(self, line: str, expected: str) -> None:
         (problem,) = problems_of(line + "\n" + GOOD)
         assert problem.partition(": ")[2].startswith(expected)
 
     def test_long_values_are_cut(self) -> None:
         assert len(problems_of(GOOD.replace("epochs: 2", f"epochs: {'x' * 5000}"))[0]) < 200
-
-    def test_a_long_name(self) -> None:
         assert problems_of(GOOD, f"name={'a' * 101}") == [
             f"command line: name={'a' * 101}: name: is 101 characters long; write at most 100"
         ]
@@ -376,10 +319,7 @@ class TestOverrides:
             ("train.epoch=3", "train.epoch: unknown key; did you mean epochs?"),
             ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0 or null"),
             ("name.x=1", "name.x: name is 'good' (a string). Keys inside it cannot be set."),
-            (
-                "hooks.x=1",
-                "hooks.x: hooks has no entry x. It has 1 entries, counted from 0.",
-            ),
+            ("hooks.x=1", "hooks.x: hooks has no entry x. It has 1 entries, counted from 0."),
             ("model={a: 1, a: 2}", "model.a: set twice, first in line 1. Remove one of them."),
             ("train.epochs=", """train.epochs: has no value. Write null for none, or "''" for an empty text."""),
             (
@@ -389,23 +329,15 @@ class TestOverrides:
             ),
             ("train.epochs=${sed}", "train.epochs: is '${sed}'; there is no key sed; did you mean seed?"),
             ("model=torch.nn.Linear", "model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linear"),
-            (
-                "seed=010",
-                """seed: is 010, which YAML 1.1 reads as 8. Write 8, or "'010'" for the text.""",
-            ),
-            (
-                "seed=1_0",
-                """seed: is 1_0, which YAML 1.1 reads as 10. Write 10, or "'1_0'" for the text.""",
-            ),
+            ("seed=010", """seed: is 010, which YAML 1.1 reads as 8. Write 8, or "'010'" for the text."""),
+            ("seed=1_0", """seed: is 1_0, which YAML 1.1 reads as 10. Write 10, or "'1_0'" for the text."""),
             ("data.color=#ff0000", """data.color: # starts a comment in YAML. Put the value in quotes: "'#ff0000'\""""),
             ("name=a #b", """name: # starts a comment in YAML. Put the value in quotes: "'a #b'\""""),
             ("data.weights={cat:2}", "data.weights.cat:2: has no value. Put a space after the colon: cat: 2"),
-            (
-                "data.folder=${HOME}",
-                "data.folder: is '${HOME}'; there is no key HOME. Write ${oc.env:HOME} for the environment variable.",
-            ),
+            ("data.folder=${HOME}",
+             "data.folder: is '${HOME}'; there is no key HOME. Write ${oc.env:HOME} for the environment variable."),
         ],
-    )
+    )  # fmt: skip
     def test_a_problem_names_the_override(self, override: str, expected: str) -> None:
         assert problems_of("seed: 1\n" + GOOD, override) == [f"command line: {override}: {expected}"]
 
@@ -423,6 +355,7 @@ class TestInterpolation:
         assert "is '${oc.env:TRICKY}'. Only arguments of components may contain ${" in problem
         assert filled(read(GOOD, "data.x=${oc.env:TRICKY}"), "x") == "${oc.env:HOME}"
         assert explain_unknown("${oc.env:HOME}") == ""
+        assert filled(read(GOOD, r"data.x='\${seed}'"), "x") == "${seed}"
 
     @pytest.mark.parametrize(
         ("written", "shown", "value"),
@@ -458,13 +391,10 @@ class TestInterpolation:
         assert "hunter2" not in experiment.model_dump_json() + to_yaml(experiment) + str(flat)
         assert filled(file, "inner") == {"own": value}
         assert read(to_yaml(experiment)).experiment == experiment
-
-    def test_the_values_of_a_sweep_stay_references_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("DB", "hunter2")
-        file = read(GOOD, "sweep.parameters.data.x.grid=['${oc.env:DB}']")
-        assert file.experiment.sweep is not None
-        (value,) = file.experiment.sweep.parameters["data.x"].candidates
-        assert file.vary({"data.x": value}).experiment.data.arguments["x"] == value == "${oc.env:DB}"
+        swept = read(GOOD, "sweep.parameters.data.x.grid=['${oc.env:DB}']")  # and so do the values of a sweep
+        assert swept.experiment.sweep is not None
+        (candidate,) = swept.experiment.sweep.parameters["data.x"].candidates
+        assert swept.vary({"data.x": candidate}).experiment.data.arguments["x"] == candidate == "${oc.env:DB}"
 
     def test_the_command_that_continues_a_run_has_no_password(self) -> None:
         file = read(GOOD, "tracking={uri: http://me:hunter2@host, tags: {}}")
@@ -529,28 +459,18 @@ class TestInterpolation:
         mutual = problems_of(GOOD, "model.a=${optimizer}", "optimizer.b=${model}")
         assert any("it refers to itself" in problem for problem in mutual)
 
-    def test_backslashes_keep_a_dollar(self) -> None:
-        assert filled(read(GOOD, r"data.x='\${seed}'"), "x") == "${seed}"
-
 
 class TestPlaces:
     @pytest.mark.parametrize(
         ("key", "place"),
         [
-            ("name", "e.yaml:2"),
-            ("train.epochs", "e.yaml:13"),
-            ("train.precision", "e.yaml:12"),
-            ("model.in_features", "e.yaml:3"),
-            ("hooks[0].size", "e.yaml:17"),
-            ("hooks.0.size", "e.yaml:17"),
-            ("hooks[0].count", "e.yaml:16"),
-            ("parallel.strategy", "e.yaml"),
-            ("", "e.yaml"),
-            ("seed", "command line: seed=3"),
-            ("optimizer.lr", "command line: optimizer={_target_: a.b}"),
+            ("name", "e.yaml:2"), ("train.epochs", "e.yaml:13"), ("train.precision", "e.yaml:12"),
+            ("model.in_features", "e.yaml:3"), ("hooks[0].size", "e.yaml:17"), ("hooks.0.size", "e.yaml:17"),
+            ("hooks[0].count", "e.yaml:16"), ("parallel.strategy", "e.yaml"), ("", "e.yaml"),
+            ("seed", "command line: seed=3"), ("optimizer.lr", "command line: optimizer={_target_: a.b}"),
             ("benchmark.steps", "command line: benchmark.steps=2"),
         ],
-    )
+    )  # fmt: skip
     def test_locate(self, key: str, place: str) -> None:
         assert read(GOOD, "seed=3", "optimizer={_target_: a.b}", "benchmark.steps=2").places.locate(key) == place
 
@@ -582,35 +502,22 @@ class TestSummary:
         assert config_hash(read(GOOD, "seed=1").experiment) != config_hash(read(GOOD).experiment)
         assert len(config_hash(read(GOOD).experiment)) == 12
 
-    def test_the_schema_is_one_and_describes_every_key(self) -> None:
+    def test_the_schema_describes_every_key_and_refuses_others(self) -> None:
         schema = experiment_json_schema()
         Draft202012Validator.check_schema(schema)
         Draft202012Validator(schema).validate(yaml.safe_load(GOOD))
+        assert not Draft202012Validator(schema).is_valid({**yaml.safe_load(GOOD), "epochs": 1})
         assert "_target_" in schema["$defs"]["Component"]["properties"]
         assert "ddp" in schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"]
         assert all(jsonschema.at(keys.split(key)).get("description") for key in jsonschema.all_keys())
 
-    def test_the_schema_refuses_what_loading_refuses(self) -> None:
-        wrong = {**yaml.safe_load(GOOD), "epochs": 1}
-        assert not Draft202012Validator(experiment_json_schema()).is_valid(wrong)
-
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12) | st.sampled_from(
     [
-        "1e-3",
-        "695e0514",
-        "a\x85b\u2028c",
-        "2020-01-01",
-        "no",
-        "${seed}",
-        "\\${seed}",
-        "${total_steps}",
-        "<<",
-        "017",
-        "1:30",
-        "~",
+        "1e-3", "695e0514", "a\x85b\u2028c", "2020-01-01", "no", "${seed}", "\\${seed}", "${total_steps}", "<<",
+        "017", "1:30", "~",
     ]
-)
+)  # fmt: skip
 scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | texts
 names = st.text(string.ascii_lowercase, min_size=1, max_size=6)
 values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=3), max_leaves=6)
@@ -649,3 +556,30 @@ class TestRoundTrips:
         again = read(to_yaml(experiment)).experiment
         assert again == experiment
         assert config_hash(again) == config_hash(experiment)
+
+
+# Keys, as completed in a shell
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_keys_are_those_of_the_schema_and_of_the_file() -> None:
+    known = list_keys(ROOT / "experiments" / "mlp.yaml")
+    assert {"train.epochs", "parallel.options", "model._target_", "model.hidden", "loader.num_workers"} <= set(known)
+    assert not {"train", "model", "parallel"} & set(known)
+    assert len(known) == len(set(known))
+
+
+@pytest.mark.parametrize("content", [None, b"a: [", b"\xff\xfe", b"- 1"])
+def test_a_file_that_cannot_be_read_or_has_no_end_adds_no_keys(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "broken.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    assert "train.epochs" in list_keys(file)
+    assert "train.epochs" in list_keys(Path("/dev/zero"))
+
+
+def test_keys_of_the_file_that_one_extends_are_known(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: {_target_: pipeline.models.MLP, hidden: [8]}\n")
+    (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
+    assert "model.hidden" in list_keys(tmp_path / "own.yaml")

@@ -25,12 +25,7 @@ Elsewhere = Callable[[Path], journal._Lock]
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {
-        "BEAT_S": 0.02,
-        "LEASE_S": 0.4,
-        "_LOOK_S": 0.01,
-        "_PATIENCE_S": 0.1,
-    }.items():
+    for name, seconds in {"BEAT_S": 0.02, "LEASE_S": 0.4, "_LOOK_S": 0.01, "_PATIENCE_S": 0.1}.items():
         monkeypatch.setattr(journal, name, seconds)
 
 

@@ -52,14 +52,13 @@ def following(folder: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -
     return Follower(folder, uri="sqlite:///mlflow.db", warn=pytest.fail, opened=told.append), told
 
 
-def test_a_run_is_told_as_soon_as_the_store_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_told_as_soon_as_the_store_has_it_unless_its_end_names_all_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, told = following(tmp_path, Process(f"opened {LINE}"), monkeypatch)
     one._done.wait(60)
     one.close()
     assert told == [LINE]
-
-
-def test_the_end_of_a_run_names_all_places_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, told = following(tmp_path, Process(f"opened {LINE}", after_end=True), monkeypatch)
     one.receive(RunClosed(status="FINISHED"))
     assert one.finish(60)

@@ -19,11 +19,6 @@ def place(outer: OuterLauncher) -> tuple[int, int, int, int]:
     return outer.rank, outer.world_size, outer.local_rank, outer.local_world_size
 
 
-def test_without_a_launcher_there_is_none() -> None:
-    assert outer_launcher({}) is None
-    assert outer_launcher({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}) is None
-
-
 def test_torchrun() -> None:
     outer = found(outer_torchrun(3, 4, local_world_size=2, host="node0", port=29400))
     assert (outer.name, outer.host, outer.port, outer.has_store) == ("torchrun", "node0", 29400, True)
@@ -45,38 +40,29 @@ def test_srun_on_several_nodes() -> None:
     assert (told.host, told.port) == ("10.0.0.7", 29411)
 
 
-def test_srun_counts_tasks_of_nodes_with_different_numbers() -> None:
-    outer = found(srun(3, 4, host="a", per_node="3,1", node=1, local_rank=0))
-    assert place(outer) == (3, 4, 0, 1)
-
-
-def test_srun_on_one_node_stays_on_loopback() -> None:
-    assert found(srun(1, 2)).host == "127.0.0.1"
-
-
-def test_job_step_counts_where_the_job_has_another_number_of_tasks() -> None:
-    """``srun --preserve-env`` leaves the job's SLURM_NTASKS."""
-    assert found({**srun(1, 2), "SLURM_NTASKS": "8"}).world_size == 2
+def test_srun_counts_the_tasks_of_each_node_and_of_its_step() -> None:
+    assert place(found(srun(3, 4, host="a", per_node="3,1", node=1, local_rank=0))) == (3, 4, 0, 1)
+    assert found(srun(1, 2)).host == "127.0.0.1"  # on one node it stays on loopback
+    assert found({**srun(1, 2), "SLURM_NTASKS": "8"}).world_size == 2  # `srun --preserve-env` leaves the job's
 
 
 @pytest.mark.parametrize(
     "variables",
     [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"},
         srun(0, 1),  # srun -n 1, or the shell of salloc if it is a step
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"},  # the shell of salloc
         {name: value for name, value in srun(0, 4).items() if "STEP" not in name},  # a batch script
     ],
-    ids=["one task", "salloc", "batch script"],
+    ids=["none", "some variables", "one task", "salloc", "batch script"],
 )
 def test_process_that_is_alone_changes_nothing(variables: dict[str, str]) -> None:
     assert outer_launcher(variables) is None
 
 
-def test_srun_with_pmi_is_srun() -> None:
+def test_srun_with_pmi_is_srun_and_torchrun_within_srun_is_torchrun() -> None:
     assert found({**srun(1, 2), "PMI_RANK": "1", "PMI_SIZE": "2"}).name == "srun"
-
-
-def test_torchrun_within_srun_is_torchrun() -> None:
     outer = found({**srun(1, 2, per_node="1(x2)", node=1, local_rank=0), **outer_torchrun(5, 8)})
     assert (outer.name, outer.rank) == ("torchrun", 5)
 

@@ -37,30 +37,25 @@ def shared(*counts: int) -> list[RankFacts]:
     return [rank(number, node=node) for number, node in enumerate(places)]
 
 
-def test_cores_that_all_ranks_of_a_node_may_use_count_once() -> None:
+def test_cores_count_once_where_ranks_share_them_and_add_up_where_srun_has_bound_them() -> None:
     there = combine_facts(shared(2, 2))
     assert (there.cpus, there.nodes, there.memory_mb, there.node) == (8, 2, 8192, "a, b")
     assert [(node.node, node.workers, node.cpus) for node in there.placed] == [("a", 2, 4), ("b", 2, 4)]
     assert not there.is_divided
-
-
-def test_cores_that_srun_has_bound_add_up() -> None:
-    there = combine_facts([rank(0, cores=(0, 1)), rank(1, cores=(2, 3))])
-    assert (there.cpus, there.nodes, there.placed[0].cpus) == (4, 1, 4)
-    assert there.is_divided
-
-
-def test_limit_of_a_container_counts() -> None:
-    there = combine_facts([rank(0, cores=tuple(range(64)), cpus=4)])
-    assert (there.cpus, there.placed[0].cpus) == (4, 4)
+    bound = combine_facts([rank(0, cores=(0, 1)), rank(1, cores=(2, 3))])
+    assert (bound.cpus, bound.nodes, bound.placed[0].cpus) == (4, 1, 4)
+    assert bound.is_divided
+    limited = combine_facts([rank(0, cores=tuple(range(64)), cpus=4)])  # by a container
+    assert (limited.cpus, limited.placed[0].cpus) == (4, 4)
+    namesakes = combine_facts([rank(0), rank(1, address="10.0.0.2")])  # machines of the same name are two
+    assert (namesakes.nodes, namesakes.cpus) == (2, 8)
 
 
 def test_gpus_that_several_ranks_see_count_once() -> None:
     all_of_node = {"GPU-1": "H100", "GPU-2": "H100"}
     both = combine_facts([rank(0, gpus=all_of_node), rank(1, gpus=all_of_node)])
-    assert both.gpus == ("H100", "H100")
     own = combine_facts([rank(0, gpus={"GPU-1": "H100"}), rank(1, gpus={"GPU-2": "H100"})])
-    assert own.gpus == ("H100", "H100")
+    assert both.gpus == own.gpus == ("H100", "H100")
 
 
 @pytest.mark.parametrize(
@@ -92,11 +87,6 @@ def test_a_rank_uses_the_gpu_that_it_got(monkeypatch: pytest.MonkeyPatch) -> Non
         device_of(trial, rank=where)
 
 
-def test_machines_of_the_same_name_are_two() -> None:
-    there = combine_facts([rank(0), rank(1, address="10.0.0.2")])
-    assert (there.nodes, there.cpus) == (2, 8)
-
-
 def test_versions_that_differ_are_refused_once_for_each_node() -> None:
     other = {**VERSIONS, "torch": "2.9.1"}
     with pytest.raises(ResourceError) as raised:
@@ -117,21 +107,26 @@ def outer(**more: Any) -> OuterLauncher:
     return OuterLauncher(**{"name": "srun", "host": "a", "port": 1, **places, **more})
 
 
-def test_ranks_that_did_not_come_are_named() -> None:
+def group(number: int = 0, *, port: int, timeout_s: float = 30) -> Group:
+    return Group(outer(rank=number, host="127.0.0.1", port=port, local_world_size=4), timeout_s=timeout_s)
+
+
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    group = Group(outer(host="127.0.0.1", port=port, local_world_size=4), timeout_s=0.2)
-    group.publish()
+        return int(free.getsockname()[1])
+
+
+def test_ranks_that_did_not_come_are_named() -> None:
+    lead = group(port=free_port(), timeout_s=0.2)
+    lead.publish()
     with pytest.raises(ResourceError, match=r"0.2 s\): rank 1, 2, 3$"):
-        group.gather()
+        lead.gather()
 
 
 def test_a_rank_that_cannot_start_ends_the_wait_for_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    lead = Group(outer(host="127.0.0.1", port=port, local_world_size=4), timeout_s=30)
+    lead = group(port=(port := free_port()))
     lead.publish()
-    Group(outer(rank=1, host="127.0.0.1", port=port, local_world_size=4), timeout_s=30).report_failure("no file")
+    group(1, port=port).report_failure("no file")
     with pytest.raises(UsageError, match=r"^rank 1 on .* could not start: no file$"):
         lead.gather()
 
@@ -155,10 +150,10 @@ def test_ranks_ask_for_work_less_often_the_longer_they_wait(monkeypatch: pytest.
         def sleep(self, seconds: float) -> None:
             self.now += seconds
 
-    store, group = Store(), object.__new__(Group)
-    group.outer, group._store, group.number = outer(), store, 0
+    store, waiting = Store(), object.__new__(Group)
+    waiting.outer, waiting._store, waiting.number = outer(), store, 0
     monkeypatch.setattr(outer_launch, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
-    assert group.receive().trial
+    assert waiting.receive().trial
     assert store.asked < 100
     assert store.now < 62, "it starts soon"
 
@@ -170,27 +165,18 @@ def planned(there: Resources, *, workers: int, **parallel: object) -> Training:
     return main
 
 
-def test_each_worker_gets_the_share_of_the_fullest_node() -> None:
+def test_each_worker_gets_the_share_of_the_fullest_node_and_an_elastic_training_all_that_were_started() -> None:
     assert planned(combine_facts(shared(1, 2)), workers=3).cpus_per_worker == 2
+    assert planned(combine_facts(shared(2, 1)), workers=[1, 4]).workers == 3  # type: ignore[arg-type]
 
 
-def test_more_workers_than_cores_on_a_node_are_refused() -> None:
+def test_more_cores_than_a_node_has_are_refused() -> None:
     crowded = [rank(0), *(rank(1 + i, node="b", cores=(0,)) for i in range(2))]
     with pytest.raises(ResourceError, match="2 workers with 1 core each were started on b, where they may use 1 core"):
         planned(combine_facts(crowded), workers=3)
-
-
-def test_cores_that_the_experiment_asks_for_must_be_there() -> None:
+    small = combine_facts([rank(0), rank(1, node="b", cores=(0, 1))])
     with pytest.raises(ResourceError, match="1 worker with 3 cores each were started on b"):
-        planned(
-            combine_facts([rank(0), rank(1, node="b", cores=(0, 1))]),
-            workers=2,
-            cpus_per_worker=3,
-        )
-
-
-def test_elastic_training_has_the_workers_that_were_started() -> None:
-    assert planned(combine_facts(shared(2, 1)), workers=[1, 4]).workers == 3  # type: ignore[arg-type]
+        planned(small, workers=2, cpus_per_worker=3)
 
 
 def test_one_process_is_no_reference_for_all_cores_if_it_may_not_use_them() -> None:

@@ -1,5 +1,6 @@
 """Who runs where: pure decisions from an experiment and a machine."""
 
+# promise: an autoscaler is asked for nodes; Ray's own
 # promise: no silent fallback; errors name place, value and fix, before anything starts
 
 import json
@@ -74,7 +75,7 @@ def test_results_in_the_working_directory_of_a_ray_job_are_named(monkeypatch: py
     assert not [note for note in there.notes if "Ray deletes" in note]
 
 
-def test_workers_on_cpu_are_compared_with_one_and_with_all_their_cores() -> None:
+def test_workers_on_cpu_are_compared_by_the_training_itself_with_one_and_with_all_their_cores() -> None:
     made = plan(parallel=ddp(3))
     assert [shape(trial) for trial in made.measured] == [
         ("main", "ddp", 3, 0, 2), ("baseline", "single", 1, 0, 2), ("reference", "single", 1, 0, 6),
@@ -82,10 +83,6 @@ def test_workers_on_cpu_are_compared_with_one_and_with_all_their_cores() -> None
     assert {trial.launcher for trial in made.measured} == {"torchrun"}
     assert {trial.device for trial in made.measured} == {"cpu"}
     assert all(trial.allowed == ("toys",) for trial in made.measured)
-
-
-def test_what_one_process_can_do_is_measured_by_the_training_itself() -> None:
-    made = plan(parallel=ddp(3))
     assert made.trials == (made.main,)
     assert isinstance(made.main, Training)
     assert made.main.compared_with == made.measured[1:]
@@ -117,10 +114,6 @@ def test_a_baseline_of_several_processes_is_measured_before(
     assert [trial.role for trial in made.trials] == (["main"] if in_turn else ["baseline", "main"])
 
 
-def test_dp_on_gpus_is_compared_with_one_of_them() -> None:
-    assert beside(plan(SERVER, parallel={"strategy": "dp"})) == ["baseline"]
-
-
 def test_dp_beside_ddp_has_more_gpus_than_a_rank() -> None:
     """Under Ray rank 0 sees its own GPU only."""
     made = plan(SERVER, parallel=ddp(4), benchmark={"baseline": {"strategy": "dp"}})
@@ -128,15 +121,11 @@ def test_dp_beside_ddp_has_more_gpus_than_a_rank() -> None:
     assert [shape(trial) for trial in made.trials] == [("baseline", "dp", 1, 4, 8), ("main", "ddp", 4, 1, 8)]
 
 
-def test_plans_without_a_baseline_have_nothing_to_compare() -> None:
-    assert beside(plan(baseline=False, parallel=ddp(2))) == []
-    assert beside(plan()) == []  # its own baseline
-
-
 def test_without_a_baseline_there_is_only_the_training() -> None:
     made = plan(baseline=False, parallel=ddp(2))
     assert [trial.role for trial in made.trials] == ["main"]
     assert made.notes == ("No GPU found. Training on the CPU.",)
+    assert beside(made) == beside(plan()) == []  # one process is its own baseline
 
 
 def scheduled(name: str, *, train: dict[str, Any] | None = None, **arguments: Any) -> Plan:
@@ -161,15 +150,18 @@ def test_a_schedule_in_steps_that_looks_like_epochs_is_told(name: str, arguments
     assert not any("scheduler" in note for note in by_epoch.notes)
 
 
-def test_a_schedule_in_steps_that_is_meant_so_is_not_told() -> None:
-    for made in (
-        scheduled("CosineAnnealingLR", T_max="${total_steps}"),
-        scheduled("StepLR", step_size=1000),
-        scheduled("MultiStepLR", milestones=[60, 1000]),
-        scheduled("ExponentialLR", gamma=0.9999),
-        scheduled("StepLR", step_size=30, train={"epochs": None, "steps": 600}),
-    ):
-        assert not any("scheduler" in note for note in made.notes)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("CosineAnnealingLR", {"T_max": "${total_steps}"}),
+        ("StepLR", {"step_size": 1000}),
+        ("MultiStepLR", {"milestones": [60, 1000]}),
+        ("ExponentialLR", {"gamma": 0.9999}),
+        ("StepLR", {"step_size": 30, "train": {"epochs": None, "steps": 600}}),
+    ],
+)
+def test_a_schedule_in_steps_that_is_meant_so_is_not_told(name: str, arguments: dict[str, Any]) -> None:
+    assert not any("scheduler" in note for note in scheduled(name, **arguments).notes)
 
 
 def test_the_schedule_of_each_optimizer_is_looked_at() -> None:
@@ -213,15 +205,12 @@ def test_cores_and_options_are_as_written() -> None:
     assert made.measured[1].options == {}
 
 
-def test_a_baseline_that_is_the_training_itself() -> None:
+def test_a_baseline_is_the_training_itself_unless_its_workers_or_options_differ() -> None:
     made = plan(parallel=ddp(4), benchmark={"baseline": {"strategy": "ddp"}})
     assert [trial.role for trial in made.measured] == ["main", "reference"]  # ddp, 4 workers is the main trial itself
     assert "The training run is the baseline (ddp, 4 workers), so no speedup is measured." in made.notes
     made = plan(parallel=ddp(4), benchmark={"baseline": {"strategy": "ddp", "workers": 2}})
     assert shape(made.trials[0]) == ("baseline", "ddp", 2, 0, 2)
-
-
-def test_other_options_make_another_baseline() -> None:
     made = plan(parallel=ddp(2), benchmark={"baseline": {"strategy": "ddp", "options": {"bucket_cap_mb": 1}}})
     assert [trial.role for trial in made.measured] == ["baseline", "main", "reference"]
 
@@ -239,6 +228,7 @@ def test_dp_takes_all_gpus_in_one_process() -> None:
     assert shape(made.main) == ("main", "dp", 1, 4, 32)
     assert made.main.title == "dp, 4 GPUs"
     assert shape(made.measured[1]) == ("baseline", "single", 1, 1, 32)
+    assert beside(made) == ["baseline"]
     assert made.notes == ()
 
 
@@ -368,22 +358,15 @@ def test_the_plan_is_one_record_as_yaml_and_as_json() -> None:
     assert text == GOLDEN
     whole = json.loads(record(made, sizes))
     shown = yaml.safe_load(text)
-    assert shown["trials"] == [
-        {key: value for key, value in trial.items() if value is not None} for trial in whole["trials"]
-    ]
-    assert {key: whole[key] for key in shown.keys() - {"trials"}} == {
-        key: value for key, value in shown.items() if key != "trials"
-    }
+    known = [{key: value for key, value in trial.items() if value is not None} for trial in whole["trials"]]
+    assert {key: whole[key] for key in shown} | {"trials": known} == shown
 
 
 def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
     made = plan(parallel=ddp(3), benchmark={"baseline": {"strategy": "ddp", "workers": 2}})
     first, main, then = yaml.safe_load(describe(made, DataSizes(22, 10, 3)))["trials"]
-    assert [trial["title"] for trial in (first, main, then)] == [
-        "ddp, 2 workers",
-        "ddp, 3 workers",
-        "1 process, 6 cores",
-    ]
+    titles = ["ddp, 2 workers", "ddp, 3 workers", "1 process, 6 cores"]
+    assert [trial["title"] for trial in (first, main, then)] == titles
     assert first["purpose"] == "measures throughput in 3 windows of 5 steps after 3 warm-up steps"
     assert then["purpose"].startswith("is measured in turn with the training, at most 16 rounds in about 30 s")
 
@@ -466,3 +449,28 @@ trials:
     the model meanwhile
 notes:
 - No GPU found. Training on the CPU."""
+
+
+EMPTY = Resources(cpus=0, memory_mb=0, node="Ray cluster at head:6379", is_autoscaled=True)
+HEAD = Resources(cpus=4, memory_mb=4096, node="Ray cluster at head:6379", is_autoscaled=True)
+GPUS = Resources(cpus=8, memory_mb=4096, gpus=("GPU",) * 2, node="Ray cluster at head:6379", is_autoscaled=True)
+TWO = {"strategy": "ddp", "launcher": "ray", "workers": 2}
+
+
+def autoscaled(there: Resources, **parallel: object) -> Plan:
+    return make_plan(toys.experiment(parallel={**TWO, **parallel}), there, allowed=("toys",), with_baseline=True)
+
+
+def test_what_does_not_fit_is_planned_where_nodes_can_be_added() -> None:
+    made = autoscaled(EMPTY, device="cpu", cpus_per_worker=4)
+    assert (made.main.workers, made.main.cpus_per_worker) == (2, 4)
+    assert "Room for 0 of 2 workers is free. The cluster's autoscaler may add nodes." in made.notes
+    assert "reference" not in [trial.role for trial in made.measured]  # no node may have the cores of both
+    assert autoscaled(EMPTY, device="cuda", strategy="dp", workers=1).main.devices_per_worker == 1
+    assert autoscaled(GPUS, workers=4).main.device == "cuda"
+    assert autoscaled(HEAD, workers=[1, 9], cpus_per_worker=4).main.workers == 1
+    assert not [note for note in autoscaled(HEAD).notes if "room" in note]
+
+
+def test_a_device_that_is_not_set_is_that_of_the_nodes_there_are() -> None:
+    assert "No GPU found. Training on the CPU." in autoscaled(HEAD, cpus_per_worker=4).notes

@@ -138,16 +138,11 @@ def test_steps_that_a_resumed_run_does_again_leave_no_second_points(tmp_path: Pa
     ]
 
 
-def test_a_trial_that_starts_again_after_a_lost_worker_leaves_no_second_points(tmp_path: Path) -> None:
-    started_again = [metrics(1, 2, 3), metrics(2, 3, 4)]
-    recorded(tmp_path, [opened("main"), *started_again])
-    assert steps_in(tmp_path) == [1, 2, 3, 4]
-
-
-def test_repeats_of_a_measurement_are_no_steps_done_again(tmp_path: Path) -> None:
+def test_a_trial_that_starts_again_leaves_no_second_points_and_repeats_are_no_steps_done_again(tmp_path: Path) -> None:
     repeats = [opened("cell").model_copy(update={"repeat": repeat}) for repeat in (0, 1)]
-    events = [repeats[0], metrics(1, 2, trial="cell"), repeats[1], metrics(1, 2, trial="cell", repeat=1)]
-    recorded(tmp_path, events)
+    cells = [repeats[0], metrics(1, 2, trial="cell"), repeats[1], metrics(1, 2, trial="cell", repeat=1)]
+    recorded(tmp_path, [opened("main"), metrics(1, 2, 3), metrics(2, 3, 4), *cells])
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
     assert steps_in(tmp_path, trial="cell") == [1, 2, 1, 2]
 
 

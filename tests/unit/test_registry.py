@@ -21,6 +21,9 @@ def test_each_file_is_a_name() -> None:
     assert registry.names("launchers") == ("inprocess", "ray", "torchrun")
     assert registry.load("strategies", "dp").Strategy.devices == "all"
     assert registry.load("launchers", "inprocess").Launcher.many_processes is False
+    for unknown in ("base", "nothing"):
+        with pytest.raises(KeyError):
+            registry.load("strategies", unknown)
 
 
 def test_other_distributions_add_theirs_but_take_no_built_in_name(
@@ -32,9 +35,3 @@ def test_other_distributions_add_theirs_but_take_no_built_in_name(
     assert registry.names("strategies") == ("ddp", "dp", "fsdp", "sharded", "single")
     assert registry.load("strategies", "sharded").__name__ == "their_strategy"
     assert registry.load("strategies", "ddp").__name__ == "pipeline.strategies.ddp"
-
-
-@pytest.mark.parametrize("name", ["base", "nothing"])
-def test_unknown_names(name: str) -> None:
-    with pytest.raises(KeyError):
-        registry.load("strategies", name)

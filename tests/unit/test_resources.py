@@ -1,6 +1,7 @@
 """What a machine offers, as this process may use it."""
 
 import os
+import platform
 import subprocess
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from pipeline import system
+from pipeline.launch import node_facts
+from pipeline.launch.node_facts import facts_here
 from pipeline.plan import resources as machine
 from pipeline.plan.resources import Resources, detect
 
@@ -40,9 +43,14 @@ def test_the_memory_of_a_container_is_its_smallest_limit(tmp_path: Path, monkeyp
     assert detect().memory_mb == 2
 
 
-def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert detect().gpus == ()
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: Any) -> None:
+    """Let the Python code that a module would start as a process run in this one."""
+
+    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        exec(command[-1], {})
+        return subprocess.CompletedProcess(command, 0, stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(module.subprocess, "run", run)
 
 
 def fake_nvml(
@@ -101,11 +109,7 @@ def test_cuda_is_asked_for_what_indices_do_not_say(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", [instance].__getitem__)
 
-    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
-        exec(command[-1], {})
-        return subprocess.CompletedProcess(command, 0, stdout=capsys.readouterr().out)
-
-    monkeypatch.setattr(machine.subprocess, "run", run)
+    run_here(monkeypatch, capsys, machine)
     fake_nvml(monkeypatch, is_partitioned=is_partitioned)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.visible_gpus() == {"GPU-12-34": "H100 1g.10gb"}
@@ -128,3 +132,49 @@ def test_the_summary(resources: Resources, summary: str) -> None:
 def test_omp_num_threads_is_read(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert detect().threads == threads
+
+
+# What a node has, asked where this package is missing
+
+
+def test_cores_and_memory_are_those_that_the_plan_counts_on() -> None:
+    facts, detected = facts_here(), detect()
+    assert facts.cpus == detected.cpus
+    assert facts.memory_mb <= detected.memory_mb
+    assert 0 < facts.memory_free_mb <= facts.memory_mb
+    assert facts.node == detected.node == facts.label
+
+
+def test_a_container_s_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"/sys/fs/cgroup/cpu.max": "150000 100000", "/sys/fs/cgroup/memory.max": str(2**30)}
+    limits["/sys/fs/cgroup/memory.current"] = str(2**29)
+    text = node_facts._text
+    monkeypatch.setattr(node_facts, "_text", lambda path: limits.get(path) or text(path))
+
+    facts = facts_here()
+    assert (facts.cpus, facts.memory_mb, facts.memory_free_mb) == (1, 1024, 512)
+
+
+def test_cuda_itself_counts_its_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+
+    run_here(monkeypatch, capsys, node_facts)
+    assert node_facts._try_cuda(all_gpus=False) == {"cuda_available": True, "cuda_devices": 1, "nccl": "2.28.9"}
+
+
+# What a step frees is there for the next one
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("given", ["0", None])
+def test_huge_pages_are_asked_for_unless_the_user_decided_and_the_environment_is_put_back(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given)
+    with system.huge_pages():
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == (given or "1")
+    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == given

@@ -103,7 +103,7 @@ def test_a_run_of_another_file_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("source", ["renamed.yaml", ""])
-def test_a_renamed_file_and_a_run_of_an_earlier_version_go_on(source: str) -> None:
+def test_a_renamed_file_goes_on(source: str) -> None:
     a = experiment("a.yaml")
     folder = run(10, source)
     assert resume.newest(a) == folder
@@ -142,6 +142,9 @@ def test_a_finished_run_goes_on_for_more_epochs_or_for_its_report() -> None:
     (state.folder / record.FILE_NAME).unlink()
     resume._check_finished(now(epochs=4), state)
     assert not resume.is_continued(now(epochs=4), state)
+    (state.folder / "checkpoints" / "step-00000004").rmdir()
+    with pytest.raises(UsageError, match=r"has no checkpoint\. Start a new run"):
+        resume._check_finished(now(), state)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +184,10 @@ def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: p
         ("SGD", "AdamW", "optimizer._target_", False),
         ("epochs: 4", "epochs: 4, lr_scaling: {rule: linear, base_batch_size: 4}", "train.lr_scaling.rule", False),
         ("epochs: 4", "epochs: 4, ema: {decay: 0.5}", "train.ema.decay", False),
-        (
-            "name: same",
-            "name: same\nscheduler: {_target_: torch.optim.lr_scheduler.ConstantLR}",
-            "scheduler._target_",
-            False,
-        ),
+        ("name: same", "name: same\nscheduler: {_target_: torch.optim.lr_scheduler.ConstantLR}", "scheduler._target_",
+         False),
     ],
-)
+)  # fmt: skip
 def test_length_rate_and_data_may_change_if_allowed_and_nothing_else_that_shapes_the_training(
     old: str, new: str, key: str, may: bool, allowed: bool
 ) -> None:
@@ -201,13 +200,6 @@ def test_length_rate_and_data_may_change_if_allowed_and_nothing_else_that_shapes
     (problem,) = [problem for problem in error.value.problems if problem.key == key]
     remedy = "add --allow-changed" if may else "start a new run without --resume"
     assert problem.message.endswith(f" in r. Set it back, or {remedy}.")
-
-
-def test_a_run_without_checkpoints_does_not_go_on() -> None:
-    state = finished()
-    (state.folder / "checkpoints" / "step-00000004").rmdir()
-    with pytest.raises(UsageError, match=r"has no checkpoint\. Start a new run"):
-        resume._check_finished(now(), state)
 
 
 def test_what_differs_from_a_run_of_that_length_is_told() -> None:

@@ -1,11 +1,7 @@
-"""Results of ``pipeline run``: fixed measurements in, the text of ``screens/NAME.txt`` out.
-
-``UPDATE_SCREENS=1`` writes these files again, so that a change of a screen is seen in review.
-"""
+"""Results of ``pipeline run``: fixed measurements in, the text of ``screens/NAME.txt`` out."""
 
 # promise: the screens at the end of commands, and whole reports: 24 lines, 80 columns
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -14,23 +10,22 @@ from typing import Any
 
 import pytest
 from samples import HARDWARE, in_turn, spread, trial
+from screens import check, shown
 
 from pipeline import RunResult
 from pipeline.commands.run import estimate_training_s
 from pipeline.experiment.schema import Parallel
-from pipeline.protocol.events import Finished, Metrics, Point, Started
+from pipeline.protocol.events import Finished, Started
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import StepParts, TrialResult, Unsaved
 from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.results import mlflow_names, speedup
-from pipeline.results.advice import advise
-from pipeline.results.charts import iter_figures, read_course
 from pipeline.results.goodput import Goodput
 from pipeline.results.measured import result_of_quick, result_of_run
 from pipeline.results.page import render
 from pipeline.results.record import Fact, Result
 from pipeline.results.speedup import measure_rows
-from pipeline.results.terminal import format_full, format_screen
+from pipeline.results.terminal import format_full
 
 FOLDER = "runs/20261125-211028-resnet-digits-3c35"
 PLACES = (("Report", f"{FOLDER}/report.html"), ("More", "pipeline show latest --full    MLflow: pipeline ui"))
@@ -157,21 +152,6 @@ SCREENS: dict[str, Callable[[], Result]] = {
 }
 
 
-def check(name: str, text: str) -> None:
-    """Compare a text with its file."""
-    path = Path(__file__).parent / "screens" / f"{name}.txt"
-    if os.environ.get("UPDATE_SCREENS"):
-        path.write_text(text)
-    assert text == path.read_text()
-
-
-def shown(made: Result) -> str:
-    lines = format_screen(made)
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
-    return "\n".join([*lines, ""])
-
-
 @pytest.mark.parametrize("name", SCREENS)
 def test_a_screen_has_this_text(name: str) -> None:
     check(name, shown(SCREENS[name]()))
@@ -243,9 +223,8 @@ def test_a_row_that_trains_another_model_has_a_note_and_is_not_advised() -> None
 
 def test_windows_have_no_confidence_interval() -> None:
     made = result(*(end(name, rate, slots=()) for name, rate in (("baseline", 329), ("reference", 564), ("main", 606))))
-    assert (
-        "2 workers were measured 1.07x as fast as 1 process on both cores, without a confidence interval." in made.notes
-    )
+    said = "2 workers were measured 1.07x as fast as 1 process on both cores, without a confidence interval."
+    assert said in made.notes
     assert made.headline[1] == "Measured 1.84x as fast, without a confidence interval"
     assert not any("95% CI" in note for note in made.notes)
 
@@ -277,40 +256,6 @@ def test_notes_say_nothing_twice() -> None:
         made = make()
         said = [*made.headline, *made.notes, *(text for _, text in made.next), *(one.reason for one in made.advice)]
         assert len(said) == len(set(said))
-
-
-def test_a_slow_rank_and_a_slow_link_are_named() -> None:
-    parts = StepParts(
-        held_ms=spread(100), compute_ms=40.0, exposed_communication_ms=50.0, data_wait_ms=1.0, rest_ms=9.0,
-        ranks=(spread(40).model_copy(update={"values": (40.0, 41.0, 40.5)}),
-               spread(80).model_copy(update={"values": (80.0, 81.0, 80.5)})),
-        nodes=("node-1", "node-2"),
-    )  # fmt: skip
-    main = end("main", 1280, losses=LOSSES, slots=())
-    slow = main.result.model_copy(update={"parts": parts, "gradient_mb": 40.0})
-    (row,) = measure_rows((MAIN,), [main.model_copy(update={"result": slow})])
-    found = advise([row], row, experiment=MAIN.experiment, cores=2)
-    assert [one.overrides or one.change for one in found] == [
-        "Find out what slows rank 1 on node-2 down; all ranks wait for the slowest one.",
-        ("parallel.options.communication_hook=fp16",),
-        ("train.global_batch_size=256", "train.lr_scaling.rule=linear", "train.lr_scaling.base_batch_size=128"),
-    ]
-    assert "for 40 MiB at about 6.7 Gbit/s" in found[1].reason
-
-
-def test_the_page_draws_the_loss_of_each_step_and_folds_what_is_asked_last() -> None:
-    losses = [2.3 - step / 100 for step in range(138)]
-    event = Metrics(
-        step=138, epoch=3, points=(Point("validation/accuracy", 138, 0.9), Point("validation/loss", 138, 1.0))
-    )
-    spent = Goodput(seconds={"steps": 3.0, "start": 1.0})
-    made = resnet(goodput=spent)
-    figures = list(iter_figures(made, [read_course("training", losses, [event])]))
-    assert [title for title, _, _ in figures] == ["Learning curves", "Throughput", "Parts of a step"]
-    page = render(made, about={"Command": COMMAND}, figures=figures)
-    assert page.count("<svg ") == 3
-    assert page.index("1.84x as fast as") < page.index("Learning curves") < page.index("<summary>Where the time went")
-    assert "the loss of each step (thin)" in page
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 # promise: `latest` and `--resume` never take an older run in silence
 # promise: a run without a step is neither listed nor sent
 
-import io
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import rich.console
 from samples import finished, spread
 
 from pipeline.commands.list import format_age, format_runs
@@ -26,6 +24,17 @@ from pipeline.results.record import Fact, Result, save
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 
 
+DDP = {"role": "main", "strategy": "ddp", "world_size": "2"}
+QUICK = {**DDP, "quick": "true"}
+
+
+def opened(name: str, *, params: Mapping[str, str] = {"name": "digits"}, tags: Mapping[str, str] = DDP) -> RunOpened:
+    return RunOpened(
+        time=BEGAN, run=name, tracking_uri="sqlite:///m.db", tracking_experiment="digits", tags=tags, params=params,
+        trials=("main",),
+    )  # fmt: skip
+
+
 def run(
     directory: Path,
     name: str,
@@ -36,17 +45,12 @@ def run(
     interval: tuple[float, float] = (1.4, 1.6),
     metrics: Mapping[str, float] | None = None,
     rate: float = 100,
-    params: Mapping[str, str] = {"name": "digits"},
-    tags: Mapping[str, str] = {"role": "main", "strategy": "ddp", "world_size": "2"},
+    **own: Mapping[str, str],
 ) -> Path:
     folder = directory / name
     folder.mkdir(parents=True)
-    opened = RunOpened(
-        time=BEGAN, run=name, tracking_uri="sqlite:///m.db", tracking_experiment="digits", tags=tags, params=params,
-        trials=("main",),
-    )  # fmt: skip
     with closing(Recorder(folder, subscribers=[])) as recorder:
-        recorder.receive(opened)
+        recorder.receive(opened(name, **own))
         points = (Point("train/loss", 1, 0.5),)
         recorder.receive(Metrics(time=BEGAN + 1, step=1, epoch=1, points=points))
         recorder.receive(finished("main", spread(rate), metrics=metrics or {}))
@@ -59,10 +63,6 @@ def run(
         if status is not None:
             recorder.receive(RunClosed(time=BEGAN + 60, status=status, message="" if status == "FINISHED" else message))
     return folder
-
-
-def console_of(width: int, *, is_terminal: bool = True) -> rich.console.Console:
-    return rich.console.Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
 
 
 def shown(width: int | None, directory: Path, *, ago_s: float = 7200) -> list[str]:
@@ -91,35 +91,24 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
     assert (killed.status, killed.ended) == ("KILLED", None)
 
 
-def test_a_trial_that_was_stopped_early_is_called_that(tmp_path: Path) -> None:
-    trial = run(tmp_path, "trial-002", status="KILLED", message="stopped early by ASHA after epoch 3")
-    summary = summarize_run(trial)
-    assert summary is not None
-    assert (summary.status, summary.message) == ("STOPPED", "stopped early by ASHA after epoch 3")
+def test_a_trial_that_was_stopped_early_and_a_quick_test_are_called_that(tmp_path: Path) -> None:
+    trial = summarize_run(run(tmp_path, "trial-002", status="KILLED", message="stopped early by ASHA after epoch 3"))
+    assert trial is not None
+    assert (trial.status, trial.message) == ("STOPPED", "stopped early by ASHA after epoch 3")
+    quick = summarize_run(run(tmp_path, "quick", tags=QUICK, speedup=None, metrics={"validation/accuracy": 0.1}))
+    assert quick is not None
+    assert (quick.what, quick.metrics, quick.samples_per_second) == ("quick test: ddp, 2 workers", {}, None)
 
 
-def test_a_quick_test_is_marked_and_has_no_results(tmp_path: Path) -> None:
-    tags = {"role": "main", "strategy": "ddp", "world_size": "2", "quick": "true"}
-    summary = summarize_run(run(tmp_path, "quick", tags=tags, speedup=None, metrics={"validation/accuracy": 0.1}))
-    assert summary is not None
-    assert (summary.what, summary.metrics, summary.samples_per_second) == ("quick test: ddp, 2 workers", {}, None)
-
-
-def test_a_run_is_running_while_its_journal_is_open(tmp_path: Path) -> None:
+def test_a_run_is_running_while_its_journal_is_open_and_a_damaged_line_does_not_hide_it(tmp_path: Path) -> None:
     folder = run(tmp_path, "20260301-120000-digits-aaaa", status=None)
     with closing(Recorder(folder, subscribers=[])):
         (summary,) = runs.summaries(tmp_path)
         assert (summary.status, summary.ended) == ("RUNNING", None)
-    (summary,) = runs.summaries(tmp_path)
-    assert summary.status == "KILLED"
-
-
-def test_a_damaged_line_does_not_hide_a_run(tmp_path: Path) -> None:
-    folder = run(tmp_path, "20260301-120000-digits-aaaa")
     lines = (folder / FILE_NAME).read_bytes().splitlines(keepends=True)
     (folder / FILE_NAME).write_bytes(lines[0] + b'{"speedup": oh no}\n' + b"".join(lines[1:]))
     (summary,) = runs.summaries(tmp_path)
-    assert (summary.status, summary.speedup) == ("FINISHED", 1.5)
+    assert (summary.status, summary.speedup) == ("KILLED", 1.5)
 
 
 LONG = "20260301-110000-a-long-name-of-an-experiment-bbbb"
@@ -169,12 +158,8 @@ def test_a_killed_run_has_the_metrics_of_its_last_evaluation(tmp_path: Path) -> 
     folder = tmp_path / "20260301-120000-digits-aaaa"
     folder.mkdir()
     params = {"name": "digits", "metrics.accuracy._target_": "torchmetrics.Accuracy"}
-    opened = RunOpened(
-        time=BEGAN, run=folder.name, tracking_uri="sqlite:///m.db", tracking_experiment="digits", params=params,
-        tags={"role": "main"}, trials=("main",),
-    )  # fmt: skip
     with closing(Recorder(folder, subscribers=[])) as recorder:
-        recorder.receive(opened)
+        recorder.receive(opened(folder.name, params=params))
         for epoch in (1, 2):
             points = (Point("validation/accuracy", epoch, epoch / 4), Point("train/loss", epoch, 1.0))
             recorder.receive(Metrics(time=BEGAN + epoch, step=epoch, epoch=epoch, points=points))
@@ -203,26 +188,20 @@ def test_a_run_that_ended_before_its_first_step_is_not_listed_but_the_latest(tmp
     good = run(tmp_path, "20260301-110000-digits-bbbb")
     bad = tmp_path / "20260302-120000-digits-aaaa"
     bad.mkdir()
-    opened = RunOpened(
-        run=bad.name, tracking_uri="sqlite:///m.db", tracking_experiment="digits", tags={}, params={}, trials=("main",)
-    )
     with closing(Recorder(bad, subscribers=[])) as recorder:
-        recorder.receive(opened)
+        recorder.receive(opened(bad.name))
         assert [summary.folder for summary in runs.summaries(tmp_path)] == [good, bad]  # it is running
         recorder.receive(RunClosed(status="FAILED", message="wrong"))
 
     assert [summary.folder for summary in runs.summaries(tmp_path)] == [good]
     assert [summary.folder for summary in runs.summaries(tmp_path, with_unstarted=True)] == [good, bad]
     assert runs.find("latest", tmp_path) == runs.find("aaaa", tmp_path) == bad
-    assert runs.find_trained("latest", tmp_path) == (
-        good,
-        f"latest is {good.name}. The newer run {bad.name} failed.",
-    )
+    note = f"latest is {good.name}. The newer run {bad.name} failed."
+    assert runs.find_trained("latest", tmp_path) == (good, note)
 
 
 def test_the_latest_trained_run_is_the_newest_that_completed_a_whole_training(tmp_path: Path) -> None:
-    quick = {"role": "main", "strategy": "ddp", "world_size": "2", "quick": "true"}
-    short = run(tmp_path, "20260301-1-digits-aaaa", tags=quick)
+    short = run(tmp_path, "20260301-1-digits-aaaa", tags=QUICK)
     failed = run(tmp_path, "20260301-2-digits-bbbb", status="FAILED")
     with pytest.raises(UsageError, match=r"no training in .* has completed; .* Train: pipeline run FILE$"):
         runs.find_trained("latest", tmp_path)
@@ -232,7 +211,7 @@ def test_the_latest_trained_run_is_the_newest_that_completed_a_whole_training(tm
         runs.find_trained("latest", tmp_path)
 
     good = run(tmp_path, "20260301-3-digits-cccc")
-    run(tmp_path, "20260301-4-digits-dddd", tags=quick, status="KILLED")
+    run(tmp_path, "20260301-4-digits-dddd", tags=QUICK, status="KILLED")
     newest = run(tmp_path, "20260301-5-digits-compare-eeee", tags={"role": "compare"})
     assert runs.find_trained("latest", tmp_path) == (good, "")
     assert runs.find("latest", tmp_path) == newest
@@ -249,10 +228,7 @@ def test_the_latest_trained_run_is_the_newest_that_completed_a_whole_training(tm
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "2026",
-            "2026: 2 runs match. Write more of one of these ids: 20260301-110000-digits-bbbb, 20260302-120000-dig",
-        ),
+        ("2026", "2026: 2 runs match. Write more of one of these ids: 20260301-110000-digits-bbbb, 20260302-1200"),
         ("digits", "digits: 2 runs match. Write more of one of these ids: 20260301-110000-digits-bbbb, "),
         ("aaaa/trial-003", "aaaa/trial-003: no such run in "),
         ("20260301-110000-digit-bbbb", "no such run in .*; did you mean 20260301-110000-digits-bbbb"),
@@ -264,8 +240,5 @@ def test_an_unknown_run_is_answered_with_the_nearest_ones(tmp_path: Path, text: 
     run(tmp_path, "20260302-120000-digits-aaaa")
     with pytest.raises(UsageError, match=said):
         runs.find(text, tmp_path)
-
-
-def test_where_there_are_no_runs_none_is_found(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"latest: no such run in .* \(no runs yet\)"):
         runs.find("latest", tmp_path / "runs")

@@ -75,11 +75,8 @@ def test_a_run_counts_if_nothing_of_it_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        {"git_commit": "c2"}, {"git_dirty": "true"}, {"packages": "torch==2.0\n"}, {"hardware": "4 cores"},
-    ],
-)  # fmt: skip
+    "other", [{"git_commit": "c2"}, {"git_dirty": "true"}, {"packages": "torch==2.0\n"}, {"hardware": "4 cores"}]
+)
 def test_a_run_of_other_code_packages_or_hardware_does_not(tmp_path: Path, other: dict[str, str]) -> None:
     recorded(tmp_path, 1, "seed=3", **other)  # type: ignore[arg-type]
     assert find(tmp_path) == Same({}, {}, 1)
@@ -149,19 +146,11 @@ def test_trainings_at_the_same_time_share_the_cores() -> None:
         comparison(concurrent=99)
 
 
-@pytest.mark.parametrize(
-    ("vary", "question", "message"),
-    [
-        ("seed=1,2", Question(), "the variants have the same settings"),
-        ("optimizer.lr=0.1,0.2", Question(metric="acuracy"), "--metric acuracy: .* did you mean accuracy"),
-    ],
-)
-def test_what_can_not_be_compared_is_refused(vary: str, question: Question, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        comparison(vary=vary, question=question)
-
-
-def test_a_variant_that_is_wrong_has_its_place() -> None:
+def test_what_can_not_be_compared_is_refused() -> None:
+    with pytest.raises(UsageError, match="the variants have the same settings"):
+        comparison(vary="seed=1,2")
+    with pytest.raises(UsageError, match=r"--metric acuracy: .* did you mean accuracy"):
+        comparison(question=Question(metric="acuracy"))
     with pytest.raises(ExperimentError, match=r"loss\._target_"):
         comparison(vary="optimizer.lr=0.1,0.2 loss._target_=torch.nn.Nothing")
 
@@ -183,29 +172,19 @@ def test_an_answer_from_fewer_pairs_is_a_look(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lab.yaml"], "compare takes at least two experiment files, or --vary"),
-        (["lab.yaml", "--vary", "optimizer.lr=0.1"], "optimizer.lr has 1 value"),
-        (["lab.yaml", "lab.yaml"], "lab.yaml is named twice"),
         (["lab.yaml", "latest"], "latest is neither an experiment file nor an override"),
         (["nothing.yaml", "lab.yaml"], "nothing.yaml: there is no such file"),
         (["latest", "--seeds", "3"], "--seeds trains experiment files. No file is named, only: latest"),
         (["latest", "--dry-run"], "--dry-run trains experiment files"),
         (["lab.yaml", "--vary", "train.epochs=1,2", "--seeds", "1"], "--seeds 1: a single pair has no"),
         (["lab.yaml", "--vary", "train.epochs=1,2", "--target", "high"], "--target high: write a value of"),
-        (
-            ["lab.yaml", "--vary", "train.epochs=1,2", "--target", "1", "--concurrent", "2"],
-            "trainings run one at a time",
-        ),
-        (["lab.yaml", "--vary", "train.epochs='1,2"], "No closing quotation"),
-        (["lab.yaml", "--vary", "train.epochs=1,2 train.epochs=3"], "train.epochs is named twice"),
-        (["lab.yaml", "--vary", "train.epochs=1,"], "write key=value,value"),
+        (["lab.yaml", "--vary", "train.epochs=1,2", "--target", "1", "--concurrent", "2"],
+         "trainings run one at a time"),
         (["lab.yaml", "--vary", "train.epochs=1,2", "--dry-run", "--json"], "--dry-run prints the plan"),
-        (
-            ["lab.yaml", "--vary", "parallel.workers=[1,2],1 parallel.strategy=ddp parallel.launcher=torchrun"],
-            "A comparison needs one number",
-        ),
+        (["lab.yaml", "--vary", "parallel.workers=[1,2],1 parallel.strategy=ddp parallel.launcher=torchrun"],
+         "A comparison needs one number"),
     ],
-)
+)  # fmt: skip
 def test_bad_wishes(command, words: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
     ended = command("compare", *words)
     assert (ended.code, ended.stdout) == (2, ""), ended.output

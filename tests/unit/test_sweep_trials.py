@@ -1,6 +1,7 @@
 """A sweep's trials as Ray Tune has them: their function, their ends, what Optuna suggests, and what is told of them."""
 
 # promise: `sweep`; its progress
+# promise: a sweep on a shared cluster is sized by what is free, a lack of room is no result
 
 import math
 import time
@@ -17,7 +18,9 @@ from pipeline.commands import sweep_trial
 from pipeline.commands.sweep_trial import EPOCH, OUTPUT_NAME, VALUE, Record, SweptTrial, best_of, find_trial, state_of
 from pipeline.drive.recorded_run import Membership, _status
 from pipeline.errors import ResourceError
+from pipeline.experiment.load import ExperimentFile, load
 from pipeline.experiment.sweep import Sweep
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
 from pipeline.record.journal import FILE_NAME, Journal
 
@@ -118,17 +121,11 @@ def test_a_trial_that_tune_stops_loses_its_lifeline(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("code", "end", "shares_cluster", "expected"),
     [
-        (143, "KILLED", False, "interrupted"),  # Ctrl-C
-        (-15, "", False, "not started"),  # ... while it imports torch
-        (-9, "KILLED", False, "interrupted"),
-        (-9, "", False, "failed"),
-        (2, "KILLED", False, "failed"),  # the end in the journal is that of an earlier session
-        (1, "FAILED", False, "failed"),
-        (3, "FAILED", False, "failed"),  # on this machine a lack is a failure
-        (3, "KILLED", True, "interrupted"),
-        (3, "FAILED", True, "interrupted"),  # it failed in an earlier session
+        (143, "KILLED", False, "interrupted"), (-15, "", False, "not started"), (-9, "KILLED", False, "interrupted"),
+        (-9, "", False, "failed"), (2, "KILLED", False, "failed"), (1, "FAILED", False, "failed"),
+        (3, "FAILED", False, "failed"), (3, "KILLED", True, "interrupted"), (3, "FAILED", True, "interrupted"),
     ],
-)
+)  # fmt: skip
 def test_the_end_of_a_trials_process(tuned: Tuned, code: int, end: Any, shares_cluster: bool, expected: str) -> None:
     tuned.plan.shares_cluster = shares_cluster
     events = (OPENED, evaluation(1, 0.5), RunClosed(status=end, message=NO_ROOM)) if end else ()
@@ -297,3 +294,47 @@ def test_optuna_continues_after_the_trials_that_have_begun() -> None:
     more = suggest(first, 4)
     assert more[:2] == first
     assert len({str(trial.values) for trial in more}) == 4
+
+
+# How large a sweep is on a cluster that other jobs use, too
+
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+
+
+def concurrency(file: ExperimentFile, resources: Resources) -> tuple[int, int]:
+    """Find the concurrency of a file's sweep."""
+    sweep = file.experiment.sweep
+    assert sweep is not None
+    return sweep_trial.find_concurrency(file, resources, allowed=(), total=sweep.total, asked=sweep.concurrent)
+
+
+@pytest.mark.parametrize(
+    ("free", "concurrent", "expected"),
+    [
+        ((4, 4), None, (4, 2)),  # without other jobs, cores that would be idle are distributed
+        ((1, 2), None, (3, 1)),
+        ((4, 1), "2", (2, 2)),  # 2 workers with 2 cores fit on the first node
+        ((0, 0), None, (1, 1)),
+        ((0, 0), "8", (8, 1)),  # as written; they wait for room
+    ],
+)
+def test_a_sweep_counts_what_is_free_now(
+    free: tuple[int, ...], concurrent: str | None, expected: tuple[int, int]
+) -> None:
+    more = [f"sweep.concurrent={concurrent}"] if concurrent else []
+    sweep = 'sweep={"parameters": {"optimizer.lr": {"log_uniform": [0.1, 1]}}, "trials": 4}'
+    trials = ["sweep.trials=8"] if concurrent == "8" else []
+    file = load(MLP, ["parallel.launcher=ray", "parallel.workers=1", sweep, *more, *trials])
+    idle = tuple({"CPU": float(cpus)} if cpus else {} for cpus in free)
+    there = Resources(cpus=8, memory_mb=1, nodes=2, idle=idle)
+    assert concurrency(file, there) == expected
+
+
+@pytest.mark.parametrize("idle", [(), ({"CPU": 1.0},)])
+def test_a_sweep_may_ask_an_autoscaler_for_more_than_there_is(idle: tuple[dict[str, float], ...]) -> None:
+    sweep = 'sweep={"parameters": {"optimizer.lr": {"log_uniform": [0.1, 1]}}, "trials": 8, "concurrent": 4}'
+    file = load(MLP, ["parallel.launcher=ray", "parallel.device=cpu", "parallel.workers=1", sweep])
+    there = Resources(cpus=len(idle), memory_mb=1, idle=idle, is_autoscaled=True)
+    assert concurrency(file, there) == (4, 1)
+    with pytest.raises(ResourceError, match="don't fit at the same time"):
+        concurrency(file, Resources(cpus=1, memory_mb=1, idle=({"CPU": 1.0},)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from samples import HARDWARE
-from test_screens import check
+from screens import check, shown
 
 from pipeline.commands.sweep import make_result
 from pipeline.commands.sweep_trial import State, SweptTrial
@@ -18,7 +18,6 @@ from pipeline.experiment.load import load
 from pipeline.results import mlflow_names
 from pipeline.results.page import render
 from pipeline.results.record import Result
-from pipeline.results.terminal import format_screen
 
 ROOT = Path(__file__).parents[2]
 RUN = "20261125-211028-mlp-sweep-sweep-3c35"
@@ -51,13 +50,6 @@ def result(
     invocation: Any = SimpleNamespace(file=file, hardware=HARDWARE, folder=Path("runs") / RUN)
     found = make_result(made, Plan, invocation, logs_model=logs_model)  # type: ignore[arg-type]
     return found.model_copy(update={"run": RUN, "places": PLACES})
-
-
-def shown(found: Result) -> str:
-    lines = format_screen(found)
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 80
-    return "\n".join([*lines, ""])
 
 
 def test_the_screen_has_this_text(monkeypatch: pytest.MonkeyPatch) -> None:

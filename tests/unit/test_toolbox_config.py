@@ -44,17 +44,12 @@ def plan(machine: Resources = LAPTOP, *, parallel: dict[str, Any] | None = None,
         ({"mode": "max-autotune", "fullgraph": True}, Compile(mode="max-autotune", fullgraph=True)),
     ],
 )
-def test_compile_is_yes_no_or_how(written: Any, compiling: Compile | None) -> None:
+def test_compile_and_ema_are_yes_no_or_how(written: Any, compiling: Compile | None) -> None:
     experiment = toys.experiment(train={"compile": written})
     assert experiment.train.compile == compiling
     assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
-
-
-@pytest.mark.parametrize(
-    ("written", "averaging"), [(False, None), (True, Ema()), ({"decay": 0.9}, Ema(decay=0.9, start_step=0))]
-)
-def test_ema_is_yes_no_or_how(written: Any, averaging: Ema | None) -> None:
-    assert toys.experiment(train={"ema": written}).train.ema == averaging
+    for given, averaging in ((False, None), (True, Ema()), ({"decay": 0.9}, Ema(decay=0.9, start_step=0))):
+        assert toys.experiment(train={"ema": given}).train.ema == averaging
 
 
 @pytest.mark.parametrize(
@@ -72,29 +67,25 @@ def test_a_wrong_value_is_told_with_its_key(project: Path, line: str, message: s
         load(str(project / "lab.yaml"), [line])
 
 
-class TestThePlan:
-    def test_says_what_is_on(self) -> None:
-        planned = plan(**ALL, cudnn_benchmark=True)
-        assert yaml.safe_load(describe(planned, DataSizes(22, 10, 3)))["training"] == [
-            "train.cudnn_benchmark",
-            "torch.compile (default, dynamic)",
-            "activation checkpointing of blocks.*",
-            "EMA of the weights (decay 0.9 from step 5 on), evaluated and logged as the model",
-        ]
+def test_the_plan_says_what_is_on_and_nothing_of_what_is_off() -> None:
+    planned = plan(**ALL, cudnn_benchmark=True)
+    assert yaml.safe_load(describe(planned, DataSizes(22, 10, 3)))["training"] == [
+        "train.cudnn_benchmark",
+        "torch.compile (default, dynamic)",
+        "activation checkpointing of blocks.*",
+        "EMA of the weights (decay 0.9 from step 5 on), evaluated and logged as the model",
+    ]
+    assert "training:" not in describe(plan(), DataSizes(22, 10, 3))
 
-    def test_says_nothing_of_what_is_off(self) -> None:
-        assert "training:" not in describe(plan(), DataSizes(22, 10, 3))
 
-    def test_refuses_to_compile_on_cpu_without_a_compiler(self) -> None:
-        bare = Resources(cpus=4, memory_mb=16384, has_compiler=False)
-        with pytest.raises(ResourceError, match=r"train.compile: no C\+\+ compiler found, .* Install g\+\+"):
-            plan(bare, compile=True)
-        plan(bare)
-
-    def test_refuses_to_compile_replicas_of_dp(self) -> None:
-        with pytest.raises(ExperimentError, match=r"parallel.strategy: dp copies the model in each step.*Use ddp"):
-            plan(SERVER, parallel={"strategy": "dp"}, compile=True)
-        plan(LAPTOP, parallel={"strategy": "dp"}, compile=True)  # one replica
+def test_compiling_without_a_compiler_or_replicas_is_refused() -> None:
+    bare = Resources(cpus=4, memory_mb=16384, has_compiler=False)
+    with pytest.raises(ResourceError, match=r"train.compile: no C\+\+ compiler found, .* Install g\+\+"):
+        plan(bare, compile=True)
+    plan(bare)
+    with pytest.raises(ExperimentError, match=r"parallel.strategy: dp copies the model in each step.*Use ddp"):
+        plan(SERVER, parallel={"strategy": "dp"}, compile=True)
+    plan(LAPTOP, parallel={"strategy": "dp"}, compile=True)  # one replica
 
 
 def test_the_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,22 +108,16 @@ def test_how_a_training_is_computed_is_no_part_of_what_is_trained() -> None:
     assert trained(toys.experiment()) != trained(toys.experiment(train={"ema": True}))
 
 
-class TestWhatComesOut:
+def test_the_time_of_compiling_is_told_in_the_terminal_a_metric_and_in_the_result() -> None:
     end = samples.finished("main", samples.spread(190.0, noise=2), compile_s=12.34)
-
-    def test_is_told_in_the_terminal(self) -> None:
-        assert _format_finished(self.end)[-2:] == ["compiled in 12.3 s", "first step after 6.2 s"]
-
-    def test_is_a_metric(self) -> None:
-        points = {point.name: point.value for point in scalars(self.end)}
-        assert points["time/compile_s"] == 12.34
-        assert "time/compile_s" not in {point.name for point in scalars(samples.finished("a", samples.spread(1.0)))}
-
-    def test_is_in_the_result(self) -> None:
-        result = result_of_run(measure_rows([samples.MAIN], [self.end]), hardware="")
-        fact = result.fact("compile_s")
-        assert fact is not None
-        assert (fact.value, str(fact)) == (12.34, "12 s")
-        (table,) = (table for table in result.tables if table.title == "Memory and startup")
-        assert "compile time" in table.header
-        assert fact in table.rows[0]
+    assert _format_finished(end)[-2:] == ["compiled in 12.3 s", "first step after 6.2 s"]
+    points = {point.name: point.value for point in scalars(end)}
+    assert points["time/compile_s"] == 12.34
+    assert "time/compile_s" not in {point.name for point in scalars(samples.finished("a", samples.spread(1.0)))}
+    result = result_of_run(measure_rows([samples.MAIN], [end]), hardware="")
+    fact = result.fact("compile_s")
+    assert fact is not None
+    assert (fact.value, str(fact)) == (12.34, "12 s")
+    (table,) = (table for table in result.tables if table.title == "Memory and startup")
+    assert "compile time" in table.header
+    assert fact in table.rows[0]

@@ -63,34 +63,27 @@ def test_a_name_alone_is_a_section_with_this_name() -> None:
     [
         ("a/b", "tracking.register_model: is 'a/b' (a string); write"),
         ({"name": "a:b"}, "tracking.register_model.name: is 'a:b' (a string); write name of the registered model"),
-        (
-            {"name": "a", "alias": "latest"},
-            "tracking.register_model.alias: is 'latest' (a string); MLflow reserves this",
-        ),
+        ({"name": "a", "alias": "latest"},
+         "tracking.register_model.alias: is 'latest' (a string); MLflow reserves this"),
         ({"name": "a", "alias": "v3"}, "MLflow reserves this word for versions. Use another alias."),
         ({"name": "a", "alias": "the best"}, "tracking.register_model.alias: is 'the best' (a string); write alias"),
         ({"alias": "champion"}, "tracking.register_model.name: missing; "),
         (3, "tracking.register_model: is 3 (an integer); write a mapping with keys from name, alias"),
     ],
-)
+)  # fmt: skip
 def test_what_mlflow_would_refuse_is_refused_at_once(given: Any, said: str) -> None:
     assert said in problems(register_model=given)
 
 
-def test_a_model_that_is_not_logged_cannot_be_registered() -> None:
+def test_a_model_that_is_not_logged_cannot_be_registered_and_the_plan_says_what_is() -> None:
     (problem,) = contradictions(tracked(register_model="digits", log_model=False))
     assert str(problem) == (
         "tracking.register_model: needs a logged model, but tracking.log_model is false. "
         "Set it to true, or remove this key."
     )
-
-
-def test_the_plan_says_what_is_registered() -> None:
     experiment = tracked(register_model={"name": "digits", "alias": "champion"})
-    plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
-    assert "registers: the trained model as a version of digits with alias champion\n" in describe(
-        plan, DataSizes(22, 10, 3)
-    )
+    text = describe(make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False), DataSizes(22, 10, 3))
+    assert "registers: the trained model as a version of digits with alias champion\n" in text
 
 
 def test_the_saved_model_tells_where_it_is_registered() -> None:

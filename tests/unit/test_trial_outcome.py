@@ -10,16 +10,7 @@ from samples import finished, spread
 from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingError
 from pipeline.launch import inprocess
 from pipeline.launch.base import Session
-from pipeline.protocol.events import (
-    AnyEvent,
-    Failed,
-    Finished,
-    FirstStep,
-    Origin,
-    Started,
-    Trained,
-    Warned,
-)
+from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Origin, Started, Trained, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_outcome import Outcome
 
@@ -85,6 +76,11 @@ def test_a_rank_that_lost_a_connection_of_its_own_is_no_lost_worker() -> None:
     assert not Outcome(failures=(lost(0), failed(1, OWN)), losses=CODES).has_only_lost_workers
 
 
+def launcher_of(folder: Path, received: list[AnyEvent]) -> inprocess.Launcher:
+    parallel = toys.trial().experiment.parallel
+    return inprocess.Launcher(Session(folder=folder, receive=received.append, parallel=parallel))
+
+
 def test_an_outcome_is_what_the_events_say() -> None:
     end = finished("main", spread(1.0))
     trained = Trained(time=0.0, result=end.result)
@@ -102,8 +98,7 @@ def test_the_time_to_the_first_step_is_the_drivers(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("pipeline.launch.base.time.monotonic", lambda: now)
     received: list[AnyEvent] = []
     trial = toys.trial()
-    session = Session(folder=tmp_path, receive=received.append, parallel=trial.experiment.parallel)
-    launcher = inprocess.Launcher(session)
+    launcher = launcher_of(tmp_path, received)
     first, second = launcher.attempt(trial), launcher.attempt(trial)
     now = 107.5
     first.receive(FirstStep(time=0.0))
@@ -120,8 +115,8 @@ def test_events_of_what_a_training_is_compared_with_wait_for_its_end(tmp_path: P
     received: list[AnyEvent] = []
     trial = toys.trial()
     baseline = toys.trial(max_steps=2).model_copy(update={"name": "baseline"})
-    session = Session(folder=tmp_path, receive=received.append, parallel=trial.experiment.parallel)
-    attempt = inprocess.Launcher(session).attempt(trial.model_copy(update={"compared_with": (baseline,)}))
+    launcher = launcher_of(tmp_path, received)
+    attempt = launcher.attempt(trial.model_copy(update={"compared_with": (baseline,)}))
     own, other = finished("main", spread(190)), finished("baseline", spread(100))
     beside = [started("a").model_copy(update={"trial": "baseline"}), other]
     for event in (beside[0], other, own):
@@ -130,15 +125,13 @@ def test_events_of_what_a_training_is_compared_with_wait_for_its_end(tmp_path: P
     assert [event.trial for event in received] == ["main"]
     assert list(attempt.outcome().beside) == beside
     assert attempt.outcome().finished is received[0]
-    alone = inprocess.Launcher(session).attempt(trial)
+    alone = launcher.attempt(trial)
     alone.receive(other)
     assert alone.outcome().beside == ()
 
 
 def test_failures_from_any_thread_are_kept(tmp_path: Path) -> None:
-    trial = toys.trial()
-    session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)
-    attempt = inprocess.Launcher(session).attempt(trial)
+    attempt = launcher_of(tmp_path, []).attempt(toys.trial())
     threads = [threading.Thread(target=attempt.receive, args=(failed(rank, OWN),)) for rank in range(16)]
     for thread in threads:
         thread.start()

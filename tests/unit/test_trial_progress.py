@@ -65,9 +65,6 @@ def test_a_heartbeat_tells_the_steps_that_are_done() -> None:
     assert after(beat(31, Phase.READING)).position() == ["step 30/40", "epoch 4/4"]
     assert after(beat(24), beat(30, rank=1)).position()[0] == "step 23/40"
     assert after(metrics(24), beat(3)).position()[0] == "step 24/40"  # of a trial that is compared with it
-
-
-def test_a_resumed_training_begins_where_it_was() -> None:
     assert after(Resumed(time=1, step=20, epoch=2, checkpoint="c")).position() == ["step 20/40", "epoch 2/4"]
 
 
@@ -128,6 +125,9 @@ def test_validation_names_the_best_so_far_if_it_was_an_earlier_one() -> None:
     assert list(after(first, second, third).validation()) == [
         "validation/accuracy 0.92", "best 0.93 (epoch 2)", "validation/loss 0.7", "best 0.5 (epoch 1)"
     ]  # fmt: skip
+    nan = metrics(10, validation__loss=math.nan, validation__other=2.0)  # never the best; without a direction none is
+    other = metrics(20, validation__loss=0.5, validation__other=1.0)
+    assert list(after(nan, other).validation()) == ["validation/loss 0.5", "validation/other 1"]
 
 
 def test_the_values_of_a_large_matrix_are_counted() -> None:
@@ -138,14 +138,6 @@ def test_the_values_of_a_large_matrix_are_counted() -> None:
     shown = ["validation/of_3 (9 values)", "validation/recall_0 0.9", "validation/recall_1 0.8"]
     assert [*progress.validation()] == ["validation/loss 0.7", *shown]
     assert [*figures(progress.values)] == ["validation/loss 0.7", *shown]
-
-
-def test_a_nan_is_never_the_best_and_a_metric_without_a_direction_has_none() -> None:
-    progress = after(
-        metrics(10, validation__loss=math.nan, validation__other=2.0),
-        metrics(20, validation__loss=0.5, validation__other=1.0),
-    )
-    assert list(progress.validation()) == ["validation/loss 0.5", "validation/other 1"]
 
 
 def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> None:

@@ -44,28 +44,25 @@ def test_values_of_keys_are_variants(files: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("number", "vary", "message"),
     [
-        (
-            1,
-            None,
-            "compare takes at least two experiment files, or --vary, .* Did you mean: pipeline benchmark .*a.yaml",
-        ),
+        (1, None,
+         "compare takes at least two experiment files, or --vary, .* Did you mean: pipeline benchmark .*a.yaml"),
         (2, "optimizer.lr=1,2", "--vary varies one experiment file, and 2 are named"),
         (1, "optimizer.lr=1,2 train.epochs=1,2,3", "optimizer.lr has 2 values, train.epochs has 3 values"),
         (1, "optimizer.lr=1", "optimizer.lr has 1 value. Give each key the same number of values"),
         (1, "optimizer.lr", "--vary optimizer.lr: write key=value,value"),
         (1, "", "--vary: no key"),
+        (1, "train.epochs='1,2", "No closing quotation"),
+        (1, "train.epochs=1,2 train.epochs=3", "train.epochs is named twice"),
+        (1, "train.epochs=1,", "write key=value,value"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_variants_is_refused(files: tuple[str, str], number: int, vary: str | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_variants(files[:number], [], vary=vary)
 
 
-def test_a_wrong_value_is_an_error_of_its_key(files: tuple[str, str]) -> None:
+def test_a_wrong_value_is_an_error_of_its_key_and_a_file_is_named_once(files: tuple[str, str]) -> None:
     with pytest.raises(ExperimentError, match=r"train.epochs=-1: train.epochs: "):
         read_variants(files[:1], [], vary="train.epochs=1,-1")
-
-
-def test_a_file_that_is_named_twice_is_refused(files: tuple[str, str]) -> None:
     with pytest.raises(UsageError, match="is named twice"):
         read_variants([files[0], files[0]], [], vary=None)

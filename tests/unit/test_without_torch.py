@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 LIGHT = [
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-    for folder in ("driver", "commands", "cli")
+    for folder in ("drive", "commands", "cli")
     for path in sorted((REPOSITORY / "pipeline" / folder).rglob("*.py"))
     if path.stem != "__init__"
 ]
