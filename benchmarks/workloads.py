@@ -71,7 +71,7 @@ WORKLOADS = {
     "resnet": Workload(
         samples=1792,
         data=_digits,
-        model=lambda: resnet18(num_classes=10, in_channels=1, width=16),
+        model=lambda: resnet18(num_classes=10, in_channels=1, width=16, norm="group"),
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.02, "momentum": 0.9},
         batch=64,
     ),
