@@ -165,21 +165,19 @@ def test_the_datasets_are_inputs(main: Run) -> None:
     assert inputs["train"].digest
 
 
-def test_the_model_has_a_signature_and_predicts(
+def test_the_model_has_a_signature(
     client: MlflowClient, main: Run, whole_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its predictions are in test_sent.py."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
     (output,) = main.outputs.model_outputs
     model = client.get_logged_model(output.model_id)
     example = torch.load(whole_run.folder / "model" / "example.pt")
 
     signature = mlflow.models.get_model_info(model.model_uri).signature
-    loaded = mlflow.pyfunc.load_model(model.model_uri)
 
     assert signature.inputs.inputs[0].shape == (-1, *example.shape[1:])
     assert signature.outputs.inputs[0].shape == (-1, 10)
-    predicted = loaded.predict(torch.cat([example, example, example]).numpy())
-    assert predicted.shape == (6, 10)
 
 
 @pytest.mark.parametrize(
