@@ -1,5 +1,6 @@
 """The commands from Python, in scripts and notebooks, as `docs/reference.md` has them."""
 
+# promise: Python and notebooks
 # promise: Python and notebooks with workers, interrupted
 
 import re
@@ -14,6 +15,7 @@ from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
+from recordings import copied
 from waiting import eventually
 
 from pipeline.record import journal
@@ -58,6 +60,40 @@ def test_the_notebook_of_the_docs_runs_from_top_to_bottom(tmp_path: Path, monkey
     assert "<progress" not in while_it_ran  # bars go when their trial has ended
     second = max((tmp_path / "runs").iterdir())
     assert "ddp, 2 workers: step 46/46" in (second / "log.txt").read_text()
+
+
+REFUSED = """
+class Net(torch.nn.Linear): pass
+run(experiment, "model={_target_: __main__.Net, in_features: 64, out_features: 10}")
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Proactor event loop")
+def test_the_beginning_of_the_notebook_of_the_docs(
+    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to where it starts workers; then what a user may well try next."""
+    copied(empty_store, tmp_path)
+    notebook = nbformat.read(ROOT / "docs" / "notebooks" / "first.ipynb", as_version=4)
+    end = next(n for n, cell in enumerate(notebook.cells) if cell.source.startswith("## Two workers"))
+    more = ["alone", "import torch\nprint(torch.is_grad_enabled(), len(alone.losses))", REFUSED]
+    notebook.cells = [*notebook.cells[:end], *map(new_code_cell, more)]
+
+    shown, trained, result, kernel, refused = executed(notebook, tmp_path, monkeypatch)
+
+    assert of_kind("text/plain", shown) == "Experiment(first-notebook: 1 worker, inprocess)"
+    assert float(of_kind("text/plain", trained[-1:])) > 0.8
+    told = of_kind("text/html", trained)
+    assert "1 worker: done, 46 steps" in told
+    assert "Notes" not in told  # it is shown where it is asked for
+    assert "TqdmWarning" not in "".join(output.get("text", "") for output in trained)
+    assert "<svg" in of_kind("text/html", result)
+    assert "".join(output.text for output in kernel) == "True 46\n"  # which arrives in one piece or several
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert "1 worker: step 46/46" in (folder / "log.txt").read_text()
+    assert refused[-1].ename == "ExperimentError"
+    (line,) = refused[-1].traceback
+    assert "model._target_: __main__.Net is defined in a notebook or a script" in line
 
 
 CELLS = """

@@ -151,6 +151,15 @@ def test_a_cluster_that_is_too_small_is_refused(cluster: Cluster, run: Any, tmp_
     assert cluster.answers()
 
 
+def test_more_workers_than_cores_are_refused_at_once(run: Any) -> None:
+    """On a cluster that the run starts itself, within the 150 seconds that `run` waits for cores."""
+    code, _, stderr = run("parallel.strategy=ddp", "parallel.workers=1024", "train.global_batch_size=1024")
+
+    assert code == 3
+    assert "1024 workers" in stderr
+    assert "Use at most" in stderr
+
+
 def test_no_cluster_at_the_address_is_refused(run: Any, tmp_path: Path) -> None:
     """Within the 150 seconds that `run` waits."""
     with closing(socket.socket()) as probe:

@@ -1,5 +1,6 @@
 """Whatever is answered, what comes out is a project: its files, their form, its experiments."""
 
+# promise: a project from the template passes its own tests
 # promise: all answers; the wheel
 # promise: each file of `experiments/` and each answer of the templates runs as it is
 

@@ -167,9 +167,9 @@ def test_a_folder_that_nobody_can_write_is_refused(command: Command, tmp_path: P
     assert "/proc" in ended.stderr
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
-def test_more_workers_than_cores_are_refused_at_once(command: Command, launcher: str) -> None:
-    more = [f"parallel.launcher={launcher}", "parallel.strategy=ddp", "train.global_batch_size=4096"]
+def test_more_workers_than_cores_are_refused_at_once(command: Command) -> None:
+    """By torchrun; Ray's are in integration/test_ray_cluster.py."""
+    more = ["parallel.launcher=torchrun", "parallel.strategy=ddp", "train.global_batch_size=4096"]
     begin = time.monotonic()
     ended = command("run", "lab.yaml", *more, "parallel.workers=4096")
     assert ended.code == 3
