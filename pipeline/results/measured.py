@@ -118,10 +118,7 @@ def memory_table(rows: Sequence[Row]) -> Table | None:
 
 
 def iter_decision(main: Row, *, command: str) -> Iterator[tuple[str, str]]:
-    """Yield what to do about a speedup that is inconclusive or not valid, as `Result.next` has it.
-
-    ``command`` is the shell command of the run.
-    """
+    """Yield what to do about a doubtful speedup, see `Result.next`; a script and torchrun have no ``command``."""
     given = [*map(shlex.quote, shlex.split(command))] or ["pipeline", "run", "FILE"]
     if main.claim == "invalid":
         settings = ("train.precision=fp64", *(["train.epochs=1"] if main.role == "main" else []))
@@ -132,14 +129,15 @@ def iter_decision(main: Row, *, command: str) -> Iterator[tuple[str, str]]:
         yield "REASON", doubt.reason
         if doubt.command:
             yield "NEXT", doubt.remedy
-            yield "", _repeat(given, *doubt.command)
+            verb, *settings = doubt.command
+            if command or verb != "run":
+                yield "", _repeat(given, verb, *settings)
+            elif settings:
+                yield "", " ".join(settings)
 
 
 def _repeat(given: Sequence[str], verb: str, *settings: str) -> str:
-    """Return the command again with other settings: overrides, or an option with its value.
-
-    Another verb has the file and the overrides, but not the options.
-    """
+    """Return the command again with other settings, overrides or options; another verb has the overrides only."""
     taken, words = {word.partition("=")[0] for word in settings}, list[str]()
     for before, word in itertools.pairwise(given[1:]):
         is_option = word.startswith("-") or before.startswith("--")
