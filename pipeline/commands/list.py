@@ -49,8 +49,8 @@ def list_runs(
         )
     elif quiet:
         return
-    elif runs.folders(directory) and not every:
-        say(f"{directory}: each run ended before its first step. List them with --all.", err=True)
+    elif runs.folders(directory):
+        say(f"{directory}: each run ended before its first step{'' if every else '. List them with --all'}.", err=True)
     else:
         say(f"{directory} has no runs. Start one with pipeline run FILE.", err=True)
 

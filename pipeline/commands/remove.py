@@ -70,7 +70,8 @@ def choose_named(names: Sequence[str], directory: Path) -> list[Path]:
 def choose_failed(directory: Path) -> list[Path]:
     """Return the runs of a directory that failed, also before their first step."""
     ended = [each for each in runs.folders(directory) if not each.is_symlink() and not _is_running(each)]
-    return [each for each in ended if (run := summarize_run(each)) is None or run.status == "FAILED"]
+    found = [(each, summarize_run(each)) for each in ended]  # None also of a damaged journal, whose weights stay
+    return [each for each, run in found if (run.status == "FAILED" if run else not any(each.rglob("*.pt")))]
 
 
 def delete(folders: Iterable[Path], *, keep_mlflow: bool) -> Iterator[Path]:
@@ -104,9 +105,8 @@ def _delete_from_mlflow(folder: Path) -> None:
     if outcome is None or not outcome.run_id or opened is None:
         return
     uri = outcome.uri or opened.tracking_uri
-    path = sqlite_path(uri)
     remedy = "so the folder is kept. To delete the folder alone, use --keep-mlflow."
-    if path is not None and not path.is_file():  # MLflow would create it
+    if (path := sqlite_path(uri)) is not None and not path.is_file():  # MLflow would create it
         raise ResourceError(f"{folder}: its MLflow store {path} is not there, {remedy}")
     try:
         delete_runs(with_credentials(uri), experiment=outcome.experiment_id, name=folder.name)

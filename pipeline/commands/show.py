@@ -34,7 +34,7 @@ def show(
     result, evaluations = record.read(folder), tuple(iter_evaluations(folder))
     is_running, state = summary.status == "RUNNING", describe_state(summary)
     if result is None and as_json:
-        raise UsageError(f"{folder}: {state}, so it has no result")
+        raise UsageError(f"{folder}: {state}{', so it has no result' * (summary.status != 'FINISHED')}")
     if result is not None:
         result = result.model_copy(update={"notes": (*evaluations, *result.notes)})
     if result is not None and as_json:
@@ -42,11 +42,8 @@ def show(
         return
     if is_running:
         write(console, f"{summary.run}: {format_progress(folder)}", style="cyan")
-    elif summary.status != "FINISHED":
+    elif summary.status != "FINISHED" or result is None:
         write(console, f"{summary.run}: {state}", style="yellow")
-    elif result is None:
-        again = f"pipeline run {folder / EXPERIMENT_NAME} --resume {summary.run}"
-        write(console, f"{summary.run}: it has no {record.FILE_NAME}; to make it: {again}", style="yellow")
     if result is not None:
         print_screen(
             format_full(result, width=max(WIDTH, console.width)) if full else format_screen(result), stdout=console
@@ -72,7 +69,10 @@ def format_progress(folder: Path) -> str:
 
 
 def describe_state(run: RunSummary) -> str:
-    """Describe the state of a run that hasn't finished."""
+    """Describe the state of a run that hasn't finished, or has no result."""
+    if run.status == "FINISHED":
+        again = f"pipeline run {run.folder / EXPERIMENT_NAME} --resume {run.run}"
+        return f"it has no {record.FILE_NAME}; to make it: {again}"
     if run.status == "STOPPED":
         return f"it was {run.message}"
     became = {"FAILED": "failed", "RUNNING": "is running"}.get(run.status, f"was {run.status.lower()}")

@@ -240,9 +240,10 @@ def read(path: Path) -> Iterator[AnyEvent]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if torn is not None:
-                raise UsageError(f"{path}:{torn}: this line is damaged. Remove the line if you don't need its event.")
-            event = _parsed(line)
-            if event is None:
+                run = f"the run: pipeline remove {path.parent} --keep-mlflow"
+                what = run if torn == 1 else "the line if you don't need its event."
+                raise UsageError(f"{path}:{torn}: this line is damaged. Remove {what}")
+            if (event := _parsed(line)) is None:
                 torn = number
             else:
                 yield event

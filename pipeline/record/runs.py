@@ -223,7 +223,7 @@ def find_trained(text: str, directory: Path) -> TrainedRun:
         return TrainedRun(find(text, directory))
     note = ""
     for folder in reversed(there):
-        opened = _read_start(folder)
+        opened = journal.opened(folder / journal.FILE_NAME)
         if opened is None or opened.tags.get("role", "main") != "main" or is_quick(opened):
             continue
         if (status := read_status(folder)) == "FINISHED":
@@ -234,13 +234,6 @@ def find_trained(text: str, directory: Path) -> TrainedRun:
     raise UsageError(f"{LATEST}: no training in {directory} has completed; runs with --quick do not count. {remedy}")
 
 
-def _read_start(folder: Path) -> RunOpened | None:
-    """Return the event that opened a run; None if it ended before, or if its journal is damaged."""
-    with suppress(UsageError):
-        return journal.opened(folder / journal.FILE_NAME)
-    return None
-
-
 def find(text: str, directory: Path) -> Path:
     """Find the folder of a run by `LATEST`, a unique part of its id, or a path.
 
@@ -248,11 +241,12 @@ def find(text: str, directory: Path) -> Path:
     The sweep's part of a trial's id may be shortened in the same way: ``latest/trial-003``.
 
     Raises:
-        UsageError: no run matches, or several do.
+        UsageError: no run matches, or several do; or the journal of the newest one is damaged.
     """
     there = folders(directory)
     if text == LATEST and there:
-        return next((folder for folder in reversed(there) if _read_start(folder) is not None), there[-1])
+        started = (folder for folder in reversed(there) if journal.opened(folder / journal.FILE_NAME) is not None)
+        return next(started, there[-1])
     for folder in (Path(text), directory / text):
         if _is_run(folder):
             return folder

@@ -152,11 +152,11 @@ def read(folder: Path) -> Result | None:
         UsageError: the file is damaged, or another version wrote it.
     """
     try:
-        return Result.model_validate_json((folder / FILE_NAME).read_bytes())
+        return Result.model_validate_json((path := folder / FILE_NAME).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        raise UsageError(f"{folder / FILE_NAME}: not a result of this version of pipeline, or damaged") from error
+        raise UsageError(f"{path}: damaged, or of another version. Remove it, and show says how to make it") from error
 
 
 def format_fact(fact: Fact, *, with_interval: bool = True) -> str:

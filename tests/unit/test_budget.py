@@ -36,7 +36,7 @@ LARGER_TODAY = {
     "models": 408,
     "plan": 671,
     "protocol": 1_526,
-    "record": 1_755,
+    "record": 1_750,
     "results": 3_425,
     "strategies": 668,
     "tasks": 930,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_734
+TEST_LINES = 44_747
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

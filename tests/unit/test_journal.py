@@ -91,6 +91,9 @@ def test_a_damaged_line_in_the_middle_and_a_missing_journal_are_named(path: Path
     path.write_bytes(b"".join([lines[0], lines[1][:20] + b"\n", lines[2]]))
     with pytest.raises(UsageError, match=rf"{FILE_NAME}:2: this line is damaged"):
         list(read(path))
+    path.write_bytes(b"{}\n" + lines[1])
+    with pytest.raises(UsageError, match=r":1: this line is damaged. Remove the run: .* --keep-mlflow"):
+        list(read(path))
 
 
 def refuse(error: int) -> Callable[..., None]:

@@ -58,6 +58,12 @@ def test_a_running_run_is_never_removed(runs: Path) -> None:
     assert not (runs / "2").exists()
 
 
+def test_weights_stay_though_the_journal_is_damaged(runs: Path) -> None:
+    (runs / "7" / "model").mkdir()
+    (runs / "7" / "model" / "weights.pt").touch()
+    assert failed(runs) == ["2", "3"]
+
+
 def test_a_sweep_is_removed_as_a_whole(runs: Path) -> None:
     sweep = run(runs, "8")
     trial = run(sweep, "trial-001")

@@ -198,6 +198,10 @@ def test_a_run_that_ended_before_its_first_step_is_not_listed_but_the_latest(tmp
     assert runs.find("latest", tmp_path) == runs.find("aaaa", tmp_path) == bad
     note = f"latest is {good.name}. The newer run {bad.name} failed."
     assert runs.find_trained("latest", tmp_path) == (good, note)
+    (bad / FILE_NAME).write_bytes(b"damaged\n" + (bad / FILE_NAME).read_bytes())
+    for find in (runs.find, runs.find_trained):  # neither takes an older run in silence
+        with pytest.raises(UsageError, match=r"events\.jsonl:1: this line is damaged"):
+            find("latest", tmp_path)
 
 
 def test_the_latest_trained_run_is_the_newest_that_completed_a_whole_training(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Cookiecutter renders this file and runs it in the new project. `pipeline new` ca
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def commit(project: Path, template: str) -> str:
 def next_commands(project: str) -> str:
     """Return the next commands for the user."""
     run = "pipeline run experiments/first.yaml"
-    return f"{project} is ready. Next:\n  cd {project}\n  pip install -e .\n  {run} --quick\n  {run}"
+    return f"{project} is ready. Next:\n  cd {shlex.quote(project)}\n  pip install -e .\n  {run} --quick\n  {run}"
 
 
 def _output_of(line: list[str], folder: Path) -> str | None:

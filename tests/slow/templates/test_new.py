@@ -149,11 +149,11 @@ def test_a_broken_file_of_the_templates(templates: Path, tmp_path: Path, broken:
 
 
 def test_the_command_prints_the_next_commands(command: Callable[..., Any], tmp_path: Path) -> None:
-    ended = command("new", "dp-prototype", str(tmp_path / "mine"), "--no-input", "--set", "strategy=single")
+    ended = command("new", "dp-prototype", str(tmp_path / "all mine"), "--no-input", "--set", "strategy=single")
 
     assert ended.code == 0, ended.output
     assert re.search(
-        r"Next:\n  cd \S+mine\n  pip install -e \.\n  pipeline run experiments/first\.yaml --quick\n", ended.stdout
+        r"Next:\n  cd '\S+all mine'\n  pip install -e \.\n  pipeline run experiments/first\.yaml --quick\n", ended.stdout
     )
 
 
