@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,32 @@ def _refusal(address: str | None, error: Exception) -> str:
         size = said.partition(". ")[0]
         return f"{_project()}: the code can't be sent to the cluster: {size}. Name data in .gitignore or .rayignore."
     return f"no Ray cluster answers at {address}: {first_line(error)}"
+
+
+class LocalRay:
+    """A local Ray that starts while torch is imported, in a thread that holds it: it ends with the thread."""
+
+    begun: "LocalRay | None" = None  # by this process, and not ended
+
+    def __init__(self, *, verbose: bool) -> None:
+        self._thread, self._ray = ThreadPoolExecutor(1, "local-ray"), connected(None, verbose=verbose)
+        self._start = self._thread.submit(self._ray.__enter__)
+        LocalRay.begun = self
+
+    def __enter__(self) -> None:
+        try:
+            self._start.result()
+        except BaseException:  # it can't start, or Ctrl-C
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """End it if it hasn't ended, and wait for that."""
+        if LocalRay.begun is self:
+            LocalRay.begun = None
+            if self._start.exception() is None:
+                self._thread.submit(self._ray.__exit__, None, None, None).result()
+            self._thread.shutdown()
 
 
 def outside_main_thread(

@@ -7,7 +7,7 @@ for Ray itself is in `pipeline.launch.cluster`.
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -54,15 +54,21 @@ class Launcher(base.Launcher):
     @classmethod
     @contextmanager
     def preparing(cls, experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
-        """Let the workers have Python's hashes from the experiment's seed."""
-        with environment(PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", str(experiment.seed % 2**32))):
+        """Start a local Ray; the workers have Python's hashes from the experiment's seed."""
+        seed = os.environ.get("PYTHONHASHSEED", str(experiment.seed % 2**32))
+        with environment(PYTHONHASHSEED=seed), ExitStack() as end:
+            if experiment.parallel.cluster is None:
+                end.push(cluster.LocalRay(verbose=verbose))
             yield
 
     def __enter__(self) -> Self:
         """Connect to Ray. An existing cluster receives the code; a local Ray needs none."""
         begin_stage("starting Ray" if self._address is None else "connecting to Ray")
         verbose = self.session.verbose
-        self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
+        if self._address is None:
+            self.held.enter_context(cluster.LocalRay.begun or cluster.LocalRay(verbose=verbose))
+        else:
+            self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
         return self
 
     @staticmethod

@@ -129,11 +129,11 @@ def iter_decision(main: Row, *, command: str) -> Iterator[tuple[str, str]]:
         yield "REASON", doubt.reason
         if doubt.command:
             yield "NEXT", doubt.remedy
-            verb, *settings = doubt.command
+            verb, *changed = doubt.command
             if command or verb != "run":
-                yield "", _repeat(given, verb, *settings)
-            elif settings:
-                yield "", " ".join(settings)
+                yield "", _repeat(given, verb, *changed)
+            elif changed:
+                yield "", " ".join(changed)
 
 
 def _repeat(given: Sequence[str], verb: str, *settings: str) -> str:

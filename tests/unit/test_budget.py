@@ -32,7 +32,7 @@ LARGER_TODAY = {
     "data": 1_026,
     "drive": 1_083,
     "experiment": 3_402,
-    "launch": 1_932,
+    "launch": 1_965,
     "models": 408,
     "plan": 671,
     "protocol": 1_526,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_747
+TEST_LINES = 44_773
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

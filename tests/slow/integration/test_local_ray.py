@@ -1,6 +1,7 @@
-"""A local Ray that ends with its context, or can't start."""
+"""A local Ray that starts while the driver does something else."""
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -11,7 +12,9 @@ import pytest
 import ray
 
 from pipeline.errors import ResourceError
-from pipeline.launch.cluster import connected
+from pipeline.experiment.load import load
+from pipeline.launch import ray as launcher
+from pipeline.launch.cluster import LocalRay
 
 MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 DDP = ("parallel.launcher=ray", "parallel.strategy=ddp", "parallel.workers=2")
@@ -34,22 +37,45 @@ def command(process: psutil.Process) -> str:
     return ""
 
 
-def test_a_local_ray_leaves_no_process() -> None:
-    with connected(None, verbose=False):
-        assert ray.cluster_resources()["CPU"] == os.cpu_count()
-        there = commands()
+def test_what_was_begun_is_used_and_ended() -> None:
+    with launcher.Launcher.preparing(load(MLP, DDP).experiment):
+        assert LocalRay.begun is not None
+        with LocalRay.begun:
+            assert ray.cluster_resources()["CPU"] == os.cpu_count()
+            there = commands()
+        assert LocalRay.begun is None
     assert "raylet" in there
     assert not ray.is_initialized()
     assert not commands()
 
 
+def test_ctrl_c_while_it_starts() -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    begun = LocalRay(verbose=False)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt), begun:
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert LocalRay.begun is None
+    assert not commands()
+
+
+def test_others_begin_none() -> None:
+    with launcher.Launcher.preparing(load(MLP, [*DDP, "parallel.address=127.0.0.1:1"]).experiment):
+        assert LocalRay.begun is None
+
+
 def test_a_ray_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 30)))  # too long for a socket's path
+    begun = LocalRay(verbose=False)
     with (
         pytest.raises(ResourceError, match=r"a local Ray could not be started: .* path length.* Set TMPDIR"),
-        connected(None, verbose=False),
+        begun,
     ):
         pass
+    assert LocalRay.begun is None
     assert not ray.is_initialized()
     assert not commands()
 
