@@ -93,7 +93,8 @@ def main() -> int:
         f"{machine()}; {', '.join(f'{name} {version(name)}' for name in LIBRARIES)}. "
         f"{len(runs[chosen[0]])} rounds; other processes used {busy:.0%} of the cores before the first one."
     ]
-    result = {"machine": head[0], "runs": {_label(key): [one._asdict() for one in of] for key, of in runs.items()}}
+    kept = {_label(key): [one._replace(losses=one.losses[-1:])._asdict() for one in of] for key, of in runs.items()}
+    result = {"machine": head[0], "runs": kept}
     write("peers", result, "\n\n".join([*head, *_tables(runs)]), out=arguments.out)
     if others := [_label(key) for key in chosen if not _trains_the_same(runs[key], runs[_reference(key)])]:
         print(f"other losses than by hand: {', '.join(others)}")
