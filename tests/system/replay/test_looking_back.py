@@ -195,7 +195,7 @@ def test_a_result_that_is_damaged_or_older_than_its_run_is_named(there: Any, jou
     (run.folder / "result.json").write_text("{")
     refused = there("show", run.folder.name)
     assert (refused.code, refused.stdout) == (2, "")
-    assert "result.json: not a result of this version of pipeline, or damaged" in refused.stderr
+    assert "result.json: damaged, or of another version. Remove it, and show says how to make it" in refused.stderr
     assert there("list").code == 0
 
 
