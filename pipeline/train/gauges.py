@@ -34,7 +34,7 @@ SPIKE = 3.0
 LEAST_INTERVALS = 5
 """Intervals before the first that can be a spike."""
 TOLD_S = 1.0
-"""Seconds that spikes of one cause have cost, from which they are told at once."""
+"""Spikes of one cause that have cost this many seconds in total are reported while it trains."""
 _REMEMBERED = 200
 
 
