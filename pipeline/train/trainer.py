@@ -5,7 +5,7 @@ Every rank runs this code on its share of each global batch, whichever launcher 
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
     s.outputs.clear()
     sums: dict[str, Tensor] = {}
     count: Tensor | None = None
+    summing: dist.Work | None = None
     mark(Phase.READING)
     for number, (part, batch) in enumerate(stream):
         mark(Phase.FORWARD)
@@ -110,11 +111,21 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
             if batch is not placed and facts is None:
                 checks.check_transformed(s, placed, batch)
             gathering.current.begin(s, part, exchange=exchange)
-            with _exchange(s, part, exchange=exchange):
+            # Gradients are exchanged while a step's last backward pass computes them.
+            alone = strategy.no_sync if exchange else strategy.no_communication
+            with _NOTHING if exchange and part.is_last else alone(s.wrapped):
                 with s.autocast(), _NOTHING if facts is not None else errors.refuse_broadcasts():
                     loss: Loss = s.wrapped(batch)  # task(model, batch)
                 if facts is None:
                     facts = s.facts = observe(s, part, loss, seed=seed)
+                if loss.count is not None:
+                    s.batches.skip_row_checks()  # a collate may drop samples, as the loss counts its items itself
+                    own = loss.count if part.weight == 1 else loss.count * part.weight
+                    count = own if count is None else count + own
+                    if part.is_last:
+                        count = count.to(s.device, s.loss_dtype, copy=True)
+                        if exchange and s.rank.world_size > 1:  # while the gradients are computed
+                            summing = dist.all_reduce(count, async_op=True)
                 total = gathering.current.reaching_rows(loss.sum)
                 checks.check_graph(s, total)
                 # The first gradient of the backward pass, instead of a product with the loss; 0 for padding.
@@ -135,10 +146,6 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
                 sums[name] = sums[name] + value if name in sums else value
             if s.trainee.keeps_outputs:
                 s.outputs.append((loss.outputs, loss.targets))
-        if loss.count is not None:
-            s.batches.skip_row_checks()  # a collate may drop samples, as the loss counts its items itself
-            own = loss.count * part.weight
-            count = own if count is None else count + own
         if part.is_last:
             break  # the stream continues with the next step
         mark(Phase.READING)
@@ -149,9 +156,8 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
         strategy.complete(s.parameters[""])
     gradients = s.gradients  # of which completing may have added some
     if count is not None:
-        count = count.to(s.device, s.loss_dtype, copy=True)
-        if exchange and s.rank.world_size > 1:
-            dist.all_reduce(count)
+        if summing is not None:
+            summing.wait()
         rescale(gradients, torch.where(count > 0, part.global_size * facts.items_per_sample / count, 0.0))
     if not update:
         return Stepped(sums, count, {}, {})
@@ -180,13 +186,6 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
     for hook in s.hooks:
         hook.after_step(s)
     return Stepped(sums, count, norms, rates, skipped)
-
-
-def _exchange(s: State, part: MicroBatch, *, exchange: bool) -> AbstractContextManager[object]:
-    """Return the context of a pass: gradients are exchanged while a step's last backward pass computes them."""
-    if not exchange:
-        return s.strategy.no_communication(s.wrapped)
-    return _NOTHING if part.is_last else s.strategy.no_sync(s.wrapped)
 
 
 def call_before_update(s: State, step: int) -> bool:

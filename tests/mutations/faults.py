@@ -75,8 +75,8 @@ FAULTS = (
         "each rank divides by its own items",
         "a loss over items is the same at any number of workers",
         "pipeline/train/trainer.py",
-        "            dist.all_reduce(count)\n",
-        "            pass\n",
+        "if exchange and s.rank.world_size > 1:  # while the gradients are computed",
+        "if False:",
         ("tests/system/contract/test_by_hand.py",),
     ),
     Fault(

@@ -41,7 +41,7 @@ LARGER_TODAY = {
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_717,
-    "train": 9_244,
+    "train": 9_243,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
