@@ -37,7 +37,7 @@ def format_screen(result: Result) -> tuple[str, ...]:
     actions = tuple(line for advice in result.advice[:1] for line in _format_advice(advice))
     actions += tuple(line for name, text in result.next for line in _format_next(name, text))
     table = result.tables[0] if result.tables and not result.tables[0].is_folded else None
-    places = tuple(line for name, text in result.places for line in label(name, text))
+    places = _format_places(result)
     rows = len(table.rows) if table else 0
     choices = [(rows, True, notes) for notes in range(min(len(result.notes), _MOST_NOTES), 0, -1)]
     choices += [(fewer, False, min(1, len(result.notes))) for fewer in range(rows, _FEWEST_ROWS - 1, -1)]
@@ -67,7 +67,7 @@ def format_full(result: Result, *, width: int = WIDTH) -> tuple[str, ...]:
     blocks.append(tuple(f"{name:<{widest}}  {text}" for name, text in named))
     numbered = enumerate(result.notes, start=1)
     blocks.append(tuple(line for number, note in numbered for line in wrap(f"{number}. {note}", rest="   ")))
-    blocks.append(tuple(line for name, text in result.places for line in label(name, text)))
+    blocks.append(_format_places(result))
     return tuple(line for block in blocks if block for line in (*block, ""))[:-1]
 
 
@@ -134,6 +134,11 @@ def _format_advice(advice: Advice) -> Iterator[str]:
     if advice.overrides:
         yield from label_command(name, [*([use] if use else []), *advice.overrides])
     yield from label("" if advice.overrides else name, *filter(None, [advice.change, advice.reason]))
+
+
+def _format_places(result: Result) -> tuple[str, ...]:
+    """Return paths and commands, each in one line however long it is, to be copied."""
+    return tuple(f"{name:<{LABEL}}{text}" for name, text in result.places)
 
 
 def _format_next(name: str, text: str) -> tuple[str, ...]:
