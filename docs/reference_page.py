@@ -5,7 +5,6 @@ The page is committed, so that reviews show a changed option. A test holds that 
 
 import ast
 import inspect
-import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -31,13 +30,11 @@ def _commands() -> Iterator[str]:
     verbs = {name: load_verb(name) for group in GROUPS.values() for name in group}
     counts = Counter(_describe(option) for verb in verbs.values() for option in verb.params)
     shared = [row for row, count in counts.items() if count >= SHARED]
-    yield from ("## Commands and options", *_head("several commands", "meaning"), *shared)
-    for group, names in GROUPS.items():
-        yield from ("", f"### {group}", *_head("command", "purpose"))
-        for name in names:
-            usage = " ".join([f"pipeline {name}", *verbs[name].collect_usage_pieces(None)[1:]])
-            yield _row(f"**{usage}**", f"**{verbs[name].help}**")
-            yield from (row for option in verbs[name].params if (row := _describe(option)) not in shared)
+    yield from ("## Commands and options", *_head("several commands", "meaning"), *shared, *_head("command", "purpose"))
+    for name, verb in verbs.items():
+        usage = " ".join([f"pipeline {name}", *verb.collect_usage_pieces(None)[1:]])
+        yield _row(f"**{usage}**", f"**{verb.help}**")
+        yield from (row for option in verb.params if (row := _describe(option)) not in shared)
 
 
 def _describe(option: Any) -> str:
@@ -58,12 +55,11 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _functions() -> Iterator[str]:
-    yield from ("", "## Python functions and classes", "", "All of these are imported from `pipeline`.")
+    yield from ("", "## Python functions and classes", "")
+    yield "All of these are imported from `pipeline`. `help(pipeline.run)` explains the arguments."
+    yield from _head("function", "purpose")
     for function in (api.run, api.benchmark):
-        yield from _head(f"{function.__name__}(...)", _summarize(function.__doc__))
-        for name, parameter in _without_types(function).parameters.items():
-            text = re.search(rf"^ +{name}: (.+)$", function.__doc__ or "", re.MULTILINE)
-            yield _row(f"`{parameter}`", text[1] if text else "")
+        yield _row(f"`{function.__name__}{_without_types(function)}`", _summarize(function.__doc__))
 
 
 def _classes() -> Iterator[str]:
