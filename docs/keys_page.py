@@ -43,10 +43,10 @@ train: {epochs: 2}
 pipeline run experiments/wide.yaml --dry-run
 ```
 
-- Sections and the arguments of components are merged key by key. Lists, plain values, the parameters of a `sweep`,
-  `benchmark.baseline`, and components with a `_target_` are replaced as a whole. `scheduler: null` removes a component.
-- The extended file may extend another file. It need not be a complete experiment.
-- References and values from the command line apply to the merged experiment, which the run stores as `experiment.yaml`.
+Sections and the arguments of components are merged key by key. Lists, plain values, the parameters of a `sweep`,
+`benchmark.baseline`, and components with a `_target_` are replaced as a whole. `scheduler: null` removes a component.
+The extended file may extend another file, and need not be a complete experiment. References and values from the command
+line apply to the merged experiment, which the run stores as `experiment.yaml`.
 """
 _ANY = "KEY"
 """Placeholder for the user's own names in a mapping."""
