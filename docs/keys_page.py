@@ -59,37 +59,38 @@ def page() -> Iterator[str]:
     yield BEGIN
     sections = [name for name in fields(()) if _is_section((name,))]
     yield "## At the top\n"
-    yield from _table(Experiment, [(name,) for name in fields(()) if name not in sections])
+    yield from _table([(name,) for name in fields(()) if name not in sections])
     for name in sections:
         yield f"\n## `{name}`\n"
         yield _text(at((name,))) + "\n"
-        yield from _table(Experiment, [(name, key) for key in fields((name,))], below=name)
+        yield from _table([(name, key) for key in fields((name,))], below=name)
     yield from _options()
 
 
 def _options() -> Iterator[str]:
+    yield "\n## `parallel.options`\n"
+    yield HEAD
     for name in registry.names("strategies"):
         options = registry.load("strategies", name).Strategy.Options
-        if fields((), options):
-            yield f"\n## `parallel.options` of {name}\n"
-            yield from _table(options, [(key,) for key in fields((), options)])
+        for key in fields((), options):
+            yield from _rows(options, (key,), mark=f"{name}: ")
     yield "\nThe other strategies have no options. [Your own strategy](extend.md) may have options."
 
 
-def _table(model: type[BaseModel], paths: list[tuple[Any, ...]], *, below: str = "") -> Iterator[str]:
+def _table(paths: list[tuple[Any, ...]], *, below: str = "") -> Iterator[str]:
     yield HEAD
     for path in paths:
-        yield from _rows(model, path, below)
+        yield from _rows(Experiment, path, below)
 
 
-def _rows(model: type[BaseModel], path: tuple[Any, ...], below: str) -> Iterator[str]:
+def _rows(model: type[BaseModel], path: tuple[Any, ...], below: str = "", *, mark: str = "") -> Iterator[str]:
     """Yield the row of a key, named from the section `below` on, and the rows of the keys inside it."""
     *around, name = path
     section, key = at(around, model), ".".join(part for part in path if part != 0)
     own = section["properties"][name]
     default = "required" if name in section.get("required", ()) else _default(own)
     value = _value(schema_of(model), own, key)
-    yield f"| `{key.removeprefix(f'{below}.')}` | {value} | {default} | {_text(at(path, model))} |"
+    yield f"| {mark}`{key.removeprefix(f'{below}.')}` | {value} | {default} | {_text(at(path, model))} |"
     for inner in ((*path, *entry) for entry in ((), (0,), (_ANY,))):
         if model is Experiment and _is_section(inner):
             for each in fields(inner):
