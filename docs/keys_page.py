@@ -20,8 +20,8 @@ This page lists every key of an experiment file. [A first file](index.md#run-an-
 A key inside another one is written with a dot, as on the command line.
 
 - A **component** is `{_target_: package.name, argument: value, ...}`: the dotted name of a class or function, and its
-  arguments. Components may be nested. `pyproject.toml` lists your packages: `packages = ["mypackage"]` below
-  `[tool.pipeline]`. Of other libraries, only models, losses, optimizers and similar classes are allowed.
+  arguments. Components may be nested. [Your own packages](model-and-data.md) must be listed in `pyproject.toml`. Of
+  other libraries, only models, losses, optimizers and similar classes are allowed.
 - A **string** may refer to another key (`${train.epochs}`) or to an environment variable (`${oc.env:NAME,default}`).
   In a component it may refer to `${total_steps}`, `${steps_per_epoch}` and `${world_size}`. There the value of a
   variable is a text; `${oc.decode:${oc.env:WIDTH,16}}` is a number.
