@@ -16,27 +16,16 @@ from pipeline.experiment.schema import Experiment
 
 BEGIN = """# Experiment file reference (YAML)
 
-This page lists every key of an experiment file. The shortest complete file:
-
-```yaml
-name: mlp-digits
-model: {_target_: pipeline.models.MLP, in_features: 64, hidden: [64, 64], num_classes: 10}
-data: {_target_: pipeline.data.digits}
-loss: {_target_: torch.nn.CrossEntropyLoss}
-optimizer: {_target_: torch.optim.SGD, lr: 0.1}
-train: {epochs: 5, global_batch_size: 64}
-```
+This page lists every key of an experiment file. [A first file](index.md#run-an-experiment) shows the most common ones.
+A key inside another one is written with a dot, as on the command line.
 
 - A **component** is `{_target_: package.name, argument: value, ...}`: the dotted name of a class or function, and its
-  arguments. Components may be nested. `pyproject.toml` lists your packages: `packages = ["mypackage"]` below
-  `[tool.pipeline]`. Of other libraries, only models, losses, optimizers and similar classes are allowed.
+  arguments. Components may be nested. [Your own packages](model-and-data.md) must be listed in `pyproject.toml`. Of
+  other libraries, only models, losses, optimizers and similar classes are allowed.
 - A **string** may refer to another key (`${train.epochs}`) or to an environment variable (`${oc.env:NAME,default}`).
   In a component it may refer to `${total_steps}`, `${steps_per_epoch}` and `${world_size}`. There the value of a
   variable is a text; `${oc.decode:${oc.env:WIDTH,16}}` is a number.
 - The **command line** sets any key by its dotted name: `pipeline run FILE train.lr_scaling.rule=linear`.
-- An **unknown key** is an error that names the most similar known key. `pipeline check FILE` checks a file.
-
-`make schema` writes this page from the types that validate a file.
 
 ## `extends`
 
@@ -46,9 +35,6 @@ A file that differs from another in a few keys names the other file, and has onl
 extends: mlp.yaml               # relative to this file
 name: mlp-wide
 model: {hidden: [256, 256]}     # the other arguments of the model stay
-scheduler:
-  _target_: torch.optim.lr_scheduler.CosineAnnealingLR
-  T_max: ${total_steps}
 train: {epochs: 2}
 ```
 
@@ -57,14 +43,10 @@ train: {epochs: 2}
 pipeline run experiments/wide.yaml --dry-run
 ```
 
-- The keys of the file override the keys of the extended file. Sections are merged key by key.
-- Lists, plain values, the parameters of a `sweep`, `benchmark.baseline`, and components with a `_target_`
-  are replaced as a whole.
-  `optimizer: {lr: 0.2}` changes the learning rate only. `scheduler: null` removes a component.
-- The extended file may extend another file. It need not be a complete experiment.
-- References and values from the command line apply to the merged experiment.
-- The run stores the merged experiment as `experiment.yaml`. It doesn't depend on the extended file later.
-- In Python, a dict may have the key `extends`. Its path is relative to the working directory.
+Sections and the arguments of components are merged key by key. Lists, plain values, the parameters of a `sweep`,
+`benchmark.baseline`, and components with a `_target_` are replaced as a whole. `scheduler: null` removes a component.
+The extended file may extend another file, and need not be a complete experiment. References and values from the command
+line apply to the merged experiment, which the run stores as `experiment.yaml`.
 """
 _ANY = "KEY"
 """Placeholder for the user's own names in a mapping."""
@@ -75,70 +57,68 @@ HEAD = "| key | value | default | |\n|---|---|---|---|"
 def page() -> Iterator[str]:
     """Yield the page in pieces."""
     yield BEGIN
+    sections = [name for name in fields(()) if _is_section((name,))]
     yield "## At the top\n"
-    yield from _keys(())
+    yield from _table([(name,) for name in fields(()) if name not in sections])
+    for name in sections:
+        yield f"\n## `{name}`\n"
+        yield _text(at((name,))) + "\n"
+        yield from _table([(name, key) for key in fields((name,))], below=name)
     yield from _options()
 
 
-def _section(path: tuple[Any, ...]) -> Iterator[str]:
-    yield f"\n## `{'.'.join(part for part in path if part != 0)}`\n"
-    yield _text(at(path)) + "\n"
-    yield from _keys(path)
-
-
-def _keys(path: tuple[Any, ...]) -> Iterator[str]:
-    """Yield the keys with values as a table, then the sections."""
-    names = fields(path)
-    yield from _table(Experiment, path, [name for name in names if not _is_only_section((*path, name))])
-    for inner in ((*path, name, *entry) for name in names for entry in ((), (0,), (_ANY,))):
-        if _is_section(inner):
-            yield from _section(inner)
-        elif inner == _GROUPS[:1]:  # the only component with a section
-            yield from _section(_GROUPS)
-
-
 def _options() -> Iterator[str]:
+    yield "\n## `parallel.options`\n"
+    yield HEAD
     for name in registry.names("strategies"):
         options = registry.load("strategies", name).Strategy.Options
-        if fields((), options):
-            yield f"\n## `parallel.options` of {name}\n"
-            yield from _table(options, (), list(fields((), options)))
+        for key in fields((), options):
+            yield from _rows(options, (key,), mark=f"{name}: ")
     yield "\nThe other strategies have no options. [Your own strategy](extend.md) may have options."
 
 
-def _table(model: type[BaseModel], path: tuple[Any, ...], names: list[str]) -> Iterator[str]:
-    section, root = at(path, model), schema_of(model)
+def _table(paths: list[tuple[Any, ...]], *, below: str = "") -> Iterator[str]:
     yield HEAD
-    for name in names:
-        own = section["properties"][name]
-        default = "required" if name in section.get("required", ()) else _default(own)
-        yield f"| `{name}` | {_value(root, own, path, name)} | {default} | {_text(at((*path, name), model))} |"
+    for path in paths:
+        yield from _rows(Experiment, path, below)
 
 
-def _value(root: Mapping[str, Any], schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+def _rows(model: type[BaseModel], path: tuple[Any, ...], below: str = "", *, mark: str = "") -> Iterator[str]:
+    """Yield the row of a key, named from the section `below` on, and the rows of the keys inside it."""
+    *around, name = path
+    section, key = at(around, model), ".".join(part for part in path if part != 0)
+    own = section["properties"][name]
+    default = "required" if name in section.get("required", ()) else _default(own)
+    value = _value(schema_of(model), own, key)
+    yield f"| {mark}`{key.removeprefix(f'{below}.')}` | {value} | {default} | {_text(at(path, model))} |"
+    for inner in ((*path, *entry) for entry in ((), (0,), (_ANY,))):
+        if model is Experiment and _is_section(inner):
+            for each in fields(inner):
+                yield from _rows(model, (*inner, each), below)
+        elif inner == _GROUPS[:1]:  # the only component with a section
+            yield from _rows(model, _GROUPS[:2], below)
+
+
+def _value(root: Mapping[str, Any], schema: Mapping[str, Any], key: str) -> str:
     """Return the allowed values of a key in words."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_value(root, each, path, name) for each in _choices(schema)))
+        return " or ".join(dict.fromkeys(_value(root, each, key) for each in _choices(schema)))
     if "$ref" in schema:
-        return _referred(root, schema, path, name)
+        return _referred(root, schema, key)
     if "enum" in schema:
         return ", ".join(f"`{each}`" for each in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
-    return _plain(root, schema, path, name)
+    return _plain(root, schema, key)
 
 
-def _plain(root: Mapping[str, Any], schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+def _plain(root: Mapping[str, Any], schema: Mapping[str, Any], key: str) -> str:
     match schema.get("type"):
         case "array":
-            return f"list of: {_value(root, schema['items'], path, name)}"
+            return f"list of: {_value(root, schema['items'], key)}"
         case "object":
             inner = schema.get("additionalProperties")
-            return (
-                f"names with: {_value(root, inner, (*path, name), _ANY)}"
-                if isinstance(inner, Mapping) and inner
-                else "mapping"
-            )
+            return f"names with: {_value(root, inner, key)}" if isinstance(inner, Mapping) and inner else "mapping"
         case "boolean":
             return "`true`, `false`"
         case "integer" | "number" as kind:
@@ -148,10 +128,10 @@ def _plain(root: Mapping[str, Any], schema: Mapping[str, Any], path: tuple[Any, 
     return "any value"
 
 
-def _referred(root: Mapping[str, Any], schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+def _referred(root: Mapping[str, Any], schema: Mapping[str, Any], key: str) -> str:
     if not is_component(follow(schema, root)):
-        return f"[section](#{''.join([*map(str, path), name]).lower()})"  # as mkdocs names a heading
-    examples = SUGGESTED.get(name, ()) if not path else ()
+        return "section"
+    examples = SUGGESTED.get(key, ())
     return f"component, e.g. `{examples[0]}`" if examples else "component"
 
 
@@ -167,7 +147,7 @@ def _limits(schema: Mapping[str, Any]) -> str:
 
 def _default(schema: Mapping[str, Any]) -> str:
     default = schema.get("default")
-    if default is None or default in ({}, []):
+    if default is None or default == [] or isinstance(default, dict):
         return ""
     return f"`{json.dumps(default)}`" if not isinstance(default, str) else f"`{default}`"
 
@@ -179,11 +159,6 @@ def _text(schema: Mapping[str, Any]) -> str:
 
 def _is_section(path: tuple[Any, ...]) -> bool:
     return bool(fields(path)) and not is_component(at(path))
-
-
-def _is_only_section(path: tuple[Any, ...]) -> bool:
-    """Tell if the key takes a section only, not also ``true`` or ``false``."""
-    return _is_section(path) and "anyOf" not in at(path)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The page is committed, so that reviews show a changed option. A test holds that 
 
 import ast
 import inspect
-import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -24,30 +23,37 @@ CLASSES = (api.Experiment, api.Parts, api.Result, api.RunResult, api.BenchmarkRe
 def page() -> str:
     """Return the whole page."""
     by_hand = PAGE.read_text(encoding="utf-8").partition(BEGIN)[0]
-    return "\n".join([f"{by_hand}{BEGIN}", *_commands(), *_exit_codes(), *_functions(), *_classes(), ""])
+    return "\n".join([f"{by_hand}{BEGIN}", *_commands(), *_exit_codes(), *_python(), ""])
 
 
 def _commands() -> Iterator[str]:
     verbs = {name: load_verb(name) for group in GROUPS.values() for name in group}
-    counts = Counter(_describe(option) for verb in verbs.values() for option in verb.params)
-    shared = [row for row, count in counts.items() if count >= SHARED]
-    yield from ("## Commands and options", *_head("several commands", "meaning"), *shared)
-    for group, names in GROUPS.items():
-        yield from ("", f"### {group}", *_head("command", "purpose"))
-        for name in names:
-            usage = " ".join([f"pipeline {name}", *verbs[name].collect_usage_pieces(None)[1:]])
-            yield _row(f"**{usage}**", f"**{verbs[name].help}**")
-            yield from (row for option in verbs[name].params if (row := _describe(option)) not in shared)
+    known = {_format_option(option): option for verb in verbs.values() for option in verb.params}
+    counts = Counter((_format_option(option), option.help) for verb in verbs.values() for option in verb.params)
+    shared = {written: text for (written, text), count in counts.items() if count >= SHARED}
+    yield from ("## Commands and options", "", "`--help` after a command explains its options, with examples.")
+    yield from _head("several commands", "meaning")
+    yield from (_row(written, f"{text}{_format_default(known[written])}") for written, text in shared.items())
+    yield from _head("command", "purpose", "other options")
+    for name, verb in verbs.items():
+        usage = " ".join([f"pipeline {name}", *verb.collect_usage_pieces(None)[1:]])
+        options = [one for one in verb.params if one.param_type_name == "option"]
+        others = [_format_option(one) for one in options if shared.get(_format_option(one)) != one.help]
+        yield _row(f"`{usage}`", verb.help, ", ".join(others))
 
 
-def _describe(option: Any) -> str:
-    """Return the row of an option or argument in a table."""
+def _format_option(option: Any) -> str:
+    """Return an option or argument with its value, as code."""
     metavar = option.metavar or option.name.upper()
     if option.param_type_name == "argument":
-        return _row(f"`{metavar}`", option.help)
+        return f"`{metavar}`"
     value = "" if option.is_flag else f" {metavar}"
-    default = "" if option.is_flag or option.default in (None, "") else f" Default: `{option.default}`."
-    return _row(", ".join(f"`{name}{value}`" for name in (*option.opts, *option.secondary_opts)), option.help + default)
+    return ", ".join(f"`{name}{value}`" for name in (*option.opts, *option.secondary_opts))
+
+
+def _format_default(option: Any) -> str:
+    is_needless = option.param_type_name == "argument" or option.is_flag or option.default in (None, "")
+    return "" if is_needless else f" Default: `{option.default}`."
 
 
 def _exit_codes() -> Iterator[str]:
@@ -57,29 +63,29 @@ def _exit_codes() -> Iterator[str]:
         yield _row(str(kind.exit_code), f"`{kind.__name__}`", _summarize(kind.__doc__))
 
 
-def _functions() -> Iterator[str]:
-    yield from ("", "## Python functions and classes", "", "All of these are imported from `pipeline`.")
+def _python() -> Iterator[str]:
+    yield from ("", "## Python functions and classes", "")
+    yield "All of these are imported from `pipeline`; `help(pipeline.run)` explains the arguments."
+    yield from _head("function or class", "purpose", "attributes and methods")
     for function in (api.run, api.benchmark):
-        yield from _head(f"{function.__name__}(...)", _summarize(function.__doc__))
-        for name, parameter in _without_types(function).parameters.items():
-            text = re.search(rf"^ +{name}: (.+)$", function.__doc__ or "", re.MULTILINE)
-            yield _row(f"`{parameter}`", text[1] if text else "")
-
-
-def _classes() -> Iterator[str]:
-    yield from _head("class", "contents")
+        yield _row(f"`{function.__name__}{_without_types(function)}`", _summarize(function.__doc__), "")
     for kind in CLASSES:
         bases = "".join(f"({base.__name__})" for base in kind.__bases__ if base in CLASSES)
-        yield _row(f"**{kind.__name__}{bases}**", f"**{_summarize(kind.__doc__)}**")
-        (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
-        for node, following in pairwise([*body, ast.Pass()]):
-            match node, following:
-                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    yield _row(f"`{name}`", _summarize(text))
-                case ast.FunctionDef(name), _ if not name.startswith("_") and name != "of":
-                    member = getattr(kind, name)
-                    called = "" if isinstance(member, property) else _without_types(member)
-                    yield _row(f"`{name}{called}`", _summarize(ast.get_docstring(node)))
+        yield _row(
+            f"`{kind.__name__}{bases}`", _summarize(kind.__doc__), ", ".join(f"`{one}`" for one in _members(kind))
+        )
+
+
+def _members(kind: type) -> Iterator[str]:
+    """Yield the documented attributes of a class, and its methods with their arguments."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    for node, following in pairwise([*body, ast.Pass()]):
+        match node, following:
+            case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str())):
+                yield name
+            case ast.FunctionDef(name), _ if not name.startswith("_") and name != "of":
+                member = getattr(kind, name)
+                yield name if isinstance(member, property) else f"{name}{_without_types(member)}"
 
 
 def _without_types(function: Any) -> inspect.Signature:

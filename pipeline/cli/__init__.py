@@ -61,7 +61,7 @@ GROUPS: Mapping[str, Mapping[str, Verb]] = {
     },
     "Use the trained model": {
         "evaluate": Verb(
-            "Evaluate a checkpoint of a completed run: loss and metrics on the test set, with any number of workers.",
+            "Evaluate a checkpoint of an ended run: loss and metrics on the test set, with any number of workers.",
             ("pipeline evaluate latest", "pipeline evaluate latest --checkpoint last parallel.workers=1"),
         ),
         "export": Verb(

@@ -72,7 +72,7 @@ def evaluate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Evaluate a checkpoint of a completed run: loss and metrics on the test set, with any number of workers.
+    """Evaluate a checkpoint of an ended run: loss and metrics on the test set, with any number of workers.
 
     The journal and the MLflow run of the training get the values; its result stays the training's.
     """

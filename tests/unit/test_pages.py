@@ -118,9 +118,9 @@ def test_the_tutorial_ends_with_the_files_of_its_example(name: str) -> None:
     assert "".join(f"{block.text}\n" for block in shown) == (ROOT / "examples" / "tutorial" / name).read_text()
 
 
-def test_the_tutorial_submits_what_a_cluster_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = [line for block in BLOCKS if block.page == "docs/tutorial.md" for line in block.lines]
-    (line,) = [line for line in typed if line.startswith("ray job submit ")]
+def test_the_submitted_tutorial_is_what_a_cluster_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = [line for block in BLOCKS if block.page == "docs/distributed.md" for line in block.lines]
+    (line,) = [line for line in typed if line.startswith("ray job submit ") and "digits.yaml" in line]
     monkeypatch.chdir(ROOT / "examples" / "tutorial")
     assert load("digits.yaml", re.findall(r"\S+=\S+", line)).experiment.parallel.placement == "strict_spread"
 
