@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -143,20 +142,13 @@ def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[T
     """Yield a command's consoles. A line shows what the command is waiting for."""
     from pipeline.record.console import stages_on
     from pipeline.record.screen import Terminal
-    from pipeline.system import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
-    leftovers = Leftovers()
     with interruptible(), ExitStack() as shown:
-        shown.callback(leftovers.end, partial(_warn, terminal))
         if not as_json and not is_follower():
             # on the console of the notes, else they are printed into its line
             shown.enter_context(stages_on((Terminal.of(as_json=True, quiet=quiet) if prints else terminal).progress))
         yield terminal
-
-
-def _warn(terminal: "Terminal", message: str) -> None:
-    terminal.warnings.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -182,9 +182,6 @@ def _set_rendezvous(address: str, port: int, own: str) -> None:
 
 def work(config: dict[str, Any]) -> None:
     """Run one rank of a trial in the process that Ray Train gave it."""
-    from pipeline.system import Leftovers
-
-    leftovers = Leftovers()
     context = ray.train.get_context()
     rank = Rank(
         rank=context.get_world_rank(),
@@ -199,10 +196,6 @@ def work(config: dict[str, Any]) -> None:
     os.environ["PYTHONPATH"] = python_path(*paths)
     if Path(config["cwd"]).is_dir():  # else the relative paths of the experiment begin where the code was sent
         os.chdir(config["cwd"])
-    _run(config, rank=rank, leftovers=leftovers)
-
-
-def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
     from pipeline import worker  # and torch with it
 
     if config["logs"] is not None:
@@ -211,7 +204,6 @@ def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
     with ChannelOutbox(Address.parse(config["channel"]), rank=rank.rank, folder=Path(trial.folder)) as outbox:
         try:
             worker.run(trial, rank, outbox, end=partial(worker.end_process, outbox.close))
-            leftovers.end(worker.warning_of(rank, trial=trial, outbox=outbox))
         except worker.WorkerFailed:
             worker.log_traceback()
             raise worker.WorkerFailed from None  # Ray writes the cause as well, with values of the environment
