@@ -5,14 +5,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline import system
-from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError, UsageError
+from pipeline.errors import Interrupted, PipelineError, Terminated, UsageError
 from pipeline.plan.outer_launcher import is_follower
 from pipeline.system import begin_stage, end_stage, redirect_to_null, undisturbed
 
@@ -213,17 +213,6 @@ def show(error: PipelineError) -> None:
 
     end_stage()
     write(OptionalConsole(stderr=True, highlight=False), error.told)
-    if not isinstance(error, Interrupted | TrainingError):  # those come after the start, which rank 0 waits for
-        report_failure(error)
-
-
-def report_failure(error: PipelineError) -> None:
-    """Send rank 0 of an outer launcher the error of this rank, for which it would wait."""
-    with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
-        if is_follower():
-            from pipeline.launch import outer
-
-            outer.report_failure(error)
 
 
 def strategies_of(text: str) -> tuple[str, ...]:

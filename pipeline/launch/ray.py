@@ -23,8 +23,8 @@ from pipeline.errors import ResourceError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base, cluster
 from pipeline.launch.base import LOOPBACK
-from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, version_of
-from pipeline.launch.rank_facts import interface_variables
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT
+from pipeline.launch.rank_facts import find_versions, interface_variables
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, open_server
@@ -116,7 +116,7 @@ class Launcher(base.Launcher):
                 "cwd": str(Path.cwd()),
                 "paths": cluster.import_paths(is_sent=bool(self._code)),
                 "shared": self._shared_folders(trial),
-                "versions": _find_versions(),
+                "versions": find_versions(),
             },
             torch_config=_Rendezvous(is_local=self._address is None),
             scaling_config=ScalingConfig(
@@ -211,7 +211,7 @@ def work(config: dict[str, Any]) -> None:
 
 def _check_node(node: str, *, versions: Mapping[str, str | None], shared: Mapping[str, str]) -> None:
     """Compare this node with the driver's machine: versions, and folders that must be on shared storage."""
-    here = _find_versions()
+    here = find_versions()
     for package, version in versions.items():
         if version is not None and here[package] != version:
             has = f"it has {package} {here[package]}" if here[package] else f"it has no {package}"
@@ -225,13 +225,6 @@ def _check_node(node: str, *, versions: Mapping[str, str | None], shared: Mappin
             raise ResourceError(
                 f"{node} can't run workers: {what}. Set {key} to a folder that all nodes share{address}."
             )
-
-
-def _find_versions() -> dict[str, str | None]:
-    """Return the versions that all nodes must share; Ray itself compares its own and Python's."""
-    from torch.version import __version__  # and torch with it
-
-    return {"torch": __version__.partition("+")[0], "ddp-pipeline": version_of("ddp-pipeline")}
 
 
 def _timeouts(trial: Trial) -> dict[str, str]:
