@@ -58,7 +58,7 @@ class Console:
             case Finished():
                 self.close()
                 told = _format_finished(event) if self.run.is_training else _format_timed(event)
-                self._write(fitted(told, width=LONGEST - len(self.run.label) - 2))
+                self._write(*told)
             case events.Evaluated():
                 self.close()
                 self._write(", ".join(figures(event.values)))
@@ -77,7 +77,7 @@ class Console:
     def _show(self, event: Shown, display: "_Display") -> None:
         state = self.run.progress
         if isinstance(event, Started) and not display.has_bar:
-            self._write(fitted(facts(event), width=LONGEST - len(self.run.label) - 2))
+            self._write(*facts(event))
             return
         if isinstance(event, Advanced):
             self._activity = None if event.done == event.total else event
@@ -104,8 +104,9 @@ class Console:
             self._display.close()
         self._display = self._activity = None
 
-    def _write(self, text: str) -> None:
-        write(self._stdout, f"{self.run.label}: {text}")
+    def _write(self, *parts: str) -> None:
+        """Print the parts that fit a line, the first one in any case."""
+        write(self._stdout, f"{self.run.label}: {fitted(parts, width=LONGEST - len(self.run.label) - 2)}")
 
 
 class _Display:
