@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _LAUNCHER = "torchrun"
 """Value of ``parallel.launcher`` for ranks that an outer launcher has started."""
-_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
+_POLL_S, _COMMAND_POLL_S = 0.1, 0.5
 _FAREWELL_S = 5.0
 """Seconds in which all ranks learn how the run ended."""
 _LOSS_S, _LAST_REPORTS_S = 3.0, 10.0
@@ -145,9 +145,9 @@ class Group:
 
     def receive(self) -> Command:
         """Wait for rank 0's next command; DistError if its store is gone. For the other ranks."""
-        key, start = f"command/{self.number}", time.monotonic()
-        while not self._store.check([key]):  # less and less often: rank 0 answers all ranks while it measures
-            time.sleep(min(max(_POLL_S, 0.1 * (time.monotonic() - start)), _LONGEST_POLL_S))
+        key = f"command/{self.number}"
+        while not self._store.check([key]):
+            time.sleep(_COMMAND_POLL_S)  # not often: rank 0 answers all ranks while it measures
         command = Command.model_validate_json(self._store.get(key))
         if self._store.add(f"read/{self.number}", 1) == self.outer.world_size - 1:
             self._store.delete_key(key)  # it contains the key of the trial's channel
