@@ -92,7 +92,12 @@ class Launcher(base.Launcher):
             may_come = cluster.has_autoscaler() or (isinstance(trial, Training) and trial.resume)
             cluster.await_room(trial, may_come=may_come, warn=partial(self._warn, trial=trial))
         host = LOOPBACK if self._address is None else ray.util.get_node_ip_address()
-        with attempt.listening(host) as address, environment(**_timeouts(trial)):
+        parallel = trial.experiment.parallel
+        timeouts = {  # the hang detector finds hanging ranks; Ray's is for ranks whose node is gone
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
+            "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
+        }
+        with attempt.listening(host) as address, environment(**timeouts):
             self._running = trial.workers
             try:
                 trainer = self._trainer(attempt.trial, address)
@@ -225,15 +230,6 @@ def _check_node(node: str, *, versions: Mapping[str, str | None], shared: Mappin
             raise ResourceError(
                 f"{node} can't run workers: {what}. Set {key} to a folder that all nodes share{address}."
             )
-
-
-def _timeouts(trial: Trial) -> dict[str, str]:
-    """Return Ray Train's timeouts. The hang detector finds hanging ranks; Ray's is for ranks whose node is gone."""
-    parallel = trial.experiment.parallel
-    return {
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
-    }
 
 
 def _find_losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, str]) -> Mapping[int, str]:
