@@ -4,7 +4,6 @@ import atexit
 import ctypes
 import fcntl
 import gc
-import multiprocessing
 import os
 import pwd
 import resource
@@ -28,7 +27,7 @@ PACKAGE = Path(__file__).parent
 SAME_S = 2.0
 """SIGTERMs within this time count as one: a batch system signals every process, and launchers pass it on."""
 LEFTOVERS_S = 5.0
-"""Seconds that processes and threads of user code get to end by themselves: one of them may still write a file."""
+"""Seconds for which Python waits for threads and processes of user code: one of them may still write a file."""
 _OPEN_FILES = 2**16
 """Enough for thousands of workers; a program that closes all possible descriptors takes minutes for a billion."""
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read in c10/core/impl/alloc_cpu.cpp
@@ -373,43 +372,6 @@ def abandon(thread: threading.Thread) -> None:
     _abandoned.append(thread)
 
 
-class Leftovers:
-    """Threads and child processes of user code that start after this object is made, and are still there at the end.
-
-    What Python ends or waits for itself, pools of threads and what multiprocessing has started, `exit_in_time` limits.
-    """
-
-    def __init__(self) -> None:
-        self._threads = set(threading.enumerate())
-        self._processes = {child.pid for child in psutil.Process().children()}
-
-    def end(self, warn: Callable[[str], None]) -> None:
-        """Wait `LEFTOVERS_S` seconds for threads and processes; kill these, and warn of both by name."""
-        deadline = time.monotonic() + LEFTOVERS_S
-        own = {*self._threads, current_thread()}
-        others = [thread for thread in threading.enumerate() if not (thread.daemon or thread in own)]
-        threads = [thread for thread in others if not thread.name.startswith("ThreadPoolExecutor")]
-        threads = [thread for thread in threads if not type(thread).__module__.startswith(("concurrent.", "joblib."))]
-        known = {child.pid for child in multiprocessing.active_children()} | self._processes
-        processes = {child: _name(child) for child in psutil.Process().children() if child.pid not in known}
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        left = [child for child, name in processes.items() if name]
-        _, alive = psutil.wait_procs(left, max(0.0, deadline - time.monotonic()))
-        said = f"that user code started were still running after {LEFTOVERS_S:g} s"
-        if alive:
-            for child in alive:
-                kill_tree(child.pid)
-            names = listed([processes[child] for child in alive], most=5)
-            warn(f"Processes {said}: {names}. They were killed. End them in your code.")
-        if running := [thread for thread in threads if thread.is_alive()]:
-            _abandoned.extend(running)
-            warn(
-                f"Threads {said}: {listed([each.name for each in running], most=5)}. The process ends without them. "
-                "Join them in your code, or start them with daemon=True."
-            )
-
-
 def _name(process: psutil.Process) -> str:
     """Return the name of a running process; empty for Python's own helper, which ends together with its parent."""
     with suppress(psutil.Error):
@@ -420,15 +382,17 @@ def _name(process: psutil.Process) -> str:
 
 
 def exit_in_time(code: int) -> NoReturn:
-    """Exit; after `LEFTOVERS_S` seconds also if Python still waits for what user code has started.
+    """Exit; after `LEFTOVERS_S` seconds also if Python still waits for what user code has started: that is killed.
 
     It does not wait for threads that have been abandoned, in whose C code the interpreter's end could abort.
     """
 
     def end() -> None:
+        threads = [thread.name for thread in threading.enumerate() if not (thread.daemon or thread is main_thread())]
         children = psutil.Process().children(recursive=True)
-        if names := list(filter(None, map(_name, children))):
-            os.write(2, f"warning: user code's processes still ran and were killed: {listed(names, most=5)}\n".encode())
+        if names := [*threads, *filter(None, map(_name, children))]:
+            left = listed(names, most=5)
+            os.write(2, f"warning: threads and processes of user code still ran and were killed: {left}\n".encode())
         for child in children:
             child.kill()
         os._exit(code)

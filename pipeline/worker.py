@@ -32,7 +32,6 @@ from pipeline.protocol.events import (
     Outbox,
     Point,
     SystemMetrics,
-    Warned,
 )
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.rank import Job, Rank
@@ -301,12 +300,6 @@ def system_sampled(trial: Trial, rank: Rank, outbox: Outbox) -> Iterator[None]:
 # Processes of ranks
 
 
-def warning_of(rank: Rank, *, trial: Trial, outbox: Outbox) -> Callable[[str], None]:
-    """Return a function that sends a warning of this rank to the driver."""
-    where = f"rank {rank.rank}: " if rank.world_size > 1 else ""
-    return lambda message: outbox.event(Warned(trial=trial.name, message=f"{where}{message}"))
-
-
 def log_traceback() -> None:
     """Write the traceback of the current exception to this rank's log file, without values of the environment."""
     sys.stderr.write(references.redact(traceback.format_exc()))
@@ -348,16 +341,13 @@ def work(libraries: Sequence[str]) -> None:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(trial.cpus_per_worker)  # libraries have read the variable before
-    leftovers = system.Leftovers()
     try:
         with ChannelOutbox(Address.parse(job.channel), rank=rank.rank, folder=Path(trial.folder)) as outbox:
             # The driver gets a job's SIGTERM, too, and asks the workers to stop. Without such a request this one ends.
             system.on_sigterm(partial(system.end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
             store = FileStore(job.store, rank.world_size)
             run(trial, rank, outbox, store=store, end=partial(end_process, outbox.close))
-            leftovers.end(warning_of(rank, trial=trial, outbox=outbox))
     except WorkerFailed:
         log_traceback()
-        leftovers.end(_log.warning)
         system.exit_in_time(1)
     system.exit_in_time(0)

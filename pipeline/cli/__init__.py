@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from pipeline.commands.options import interruptible, report_failure, show
+from pipeline.commands.options import interruptible, show
 from pipeline.errors import PipelineError, UsageError, interrupt
 from pipeline.system import hang_up, importable, missing_user_variables
 
@@ -283,16 +283,6 @@ for _group, _verbs in GROUPS.items():
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
-    try:
-        _run()
-    except SystemExit as end:
-        if end.code == UsageError.exit_code:  # of an option that typer refuses, too
-            report_failure(UsageError("its output has the error"))
-        raise
-
-
-def _run() -> NoReturn:
     """Run the command line; print an error that the user can fix without a traceback."""
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background

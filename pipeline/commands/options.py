@@ -5,15 +5,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline import system
-from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError, UsageError
+from pipeline.errors import Interrupted, PipelineError, Terminated, UsageError
 from pipeline.plan.outer_launcher import is_follower
 from pipeline.system import begin_stage, end_stage, redirect_to_null, undisturbed
 
@@ -143,20 +142,13 @@ def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[T
     """Yield a command's consoles. A line shows what the command is waiting for."""
     from pipeline.record.console import stages_on
     from pipeline.record.screen import Terminal
-    from pipeline.system import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
-    leftovers = Leftovers()
     with interruptible(), ExitStack() as shown:
-        shown.callback(leftovers.end, partial(_warn, terminal))
         if not as_json and not is_follower():
             # on the console of the notes, else they are printed into its line
             shown.enter_context(stages_on((Terminal.of(as_json=True, quiet=quiet) if prints else terminal).progress))
         yield terminal
-
-
-def _warn(terminal: "Terminal", message: str) -> None:
-    terminal.warnings.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -221,17 +213,6 @@ def show(error: PipelineError) -> None:
 
     end_stage()
     write(OptionalConsole(stderr=True, highlight=False), error.told)
-    if not isinstance(error, Interrupted | TrainingError):  # those come after the start, which rank 0 waits for
-        report_failure(error)
-
-
-def report_failure(error: PipelineError) -> None:
-    """Send rank 0 of an outer launcher the error of this rank, for which it would wait."""
-    with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
-        if is_follower():
-            from pipeline.launch import outer
-
-            outer.report_failure(error)
 
 
 def strategies_of(text: str) -> tuple[str, ...]:

@@ -35,7 +35,6 @@ from pipeline.protocol.trial import Trial
 from pipeline.record import journal
 from pipeline.record.folder import trials_of, write_atomically
 from pipeline.system import (
-    Leftovers,
     begin_stage,
     end_stage,
     exit_in_time,
@@ -415,7 +414,7 @@ def main() -> NoReturn:
     The end of standard input means that Ray Tune stopped the trial, or that the parent process is gone: then it saves a
     checkpoint and ends. The exit code is that of ``pipeline run``.
     """
-    leftovers, code = Leftovers(), 0
+    code = 0
     signal.signal(signal.SIGTERM, terminate)
     plan, record = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     folder = plan.folder / name_folder(record.number)
@@ -451,7 +450,6 @@ def main() -> NoReturn:
         code = error.exit_code
     except Terminated:
         code = 143
-    leftovers.end(lambda message: say(f"warning: {message}", err=True))  # into output.txt
     exit_in_time(code)
 
 

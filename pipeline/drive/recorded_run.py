@@ -178,21 +178,16 @@ def _closed_by_status(
         if end is not None:
             own = end.model_copy(update={"summary": summary or end.summary})
         try:
-            _close(recorder, own)
+            try:
+                artifact(LOG_NAME, recorder)
+                if (recorder.folder / LOSSES).exists():
+                    artifact(LOSSES, recorder)
+            finally:
+                recorder.receive(own)
         except OSError as error:
             if status == "FINISHED":
                 raise
             warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
-
-
-def _close(recorder: Recorder, end: RunClosed) -> None:
-    """Record the end of the run, and what has been written up to it."""
-    try:
-        artifact(LOG_NAME, recorder)
-        if (recorder.folder / LOSSES).exists():
-            artifact(LOSSES, recorder)
-    finally:
-        recorder.receive(end)
 
 
 def open_trial(trial: Trial, recorder: Recorder, *, time: float | None = None) -> None:

@@ -51,7 +51,7 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     if state.experiment.name != name:
         raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {name}")
     if state.status == "RUNNING":
-        journal.Journal(folder / journal.FILE_NAME).close()  # waits until it is clear whether its driver is alive
+        journal.Journal(folder / journal.FILE_NAME).close()  # raises unless it has just ended
         state = read_state(folder)
     if state.status == "FINISHED" and role == "main":
         _check_finished(file, state)

@@ -15,15 +15,14 @@ from typing import Any
 
 import psutil
 import ray
-from ray import cloudpickle
+from pydantic import ValidationError
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.experiment.schema import Parallel
 from pipeline.experiment.targets import BUILT_IN, allowed_packages, project_file
-from pipeline.launch import node_facts
-from pipeline.launch.node_facts import NodeFacts
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, NodeFacts, facts_here
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
@@ -291,15 +290,11 @@ def await_room(trial: Trial, *, may_come: bool, warn: Callable[[str], None]) -> 
 def ask_nodes(*, timeout_s: float = _ANSWER_S) -> tuple[list[NodeFacts], dict[str, str]]:
     """Return the facts of the living nodes, ordered by address, and why others, by name, gave none."""
     records = {record["NodeID"]: record for record in ray.nodes() if record["Alive"]}
-    cloudpickle.register_pickle_by_value(node_facts)  # a node may lack this package
-    try:
-        tasks = {}
-        for node in records:
-            place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            task = ray.remote(node_facts.collect).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
-            tasks[node] = task.remote(all_gpus=True)
-    finally:
-        cloudpickle.unregister_pickle_by_value(node_facts)
+    ask = ray.remote(lambda: facts_here(all_gpus=True).model_dump_json())
+    tasks = {}
+    for node in records:
+        place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        tasks[node] = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote()
     in_time, _ = ray.wait([*tasks.values()], num_returns=len(tasks), timeout=timeout_s)
     facts, silent = [], {}
     for node, task in tasks.items():
@@ -310,8 +305,8 @@ def ask_nodes(*, timeout_s: float = _ANSWER_S) -> tuple[list[NodeFacts], dict[st
             continue
         try:
             facts.append(NodeFacts.model_validate_json(ray.get(task)).model_copy(update=place))
-        except RayError as error:
-            silent[name] = last_line(error)
+        except (RayError, ValidationError) as error:  # also where this package is missing, or has another version
+            silent[name] = f"{last_line(error)}. If ddp-pipeline differs there, {INSTALL_SAME_COMMIT}"
     return sorted(facts, key=lambda node: str(node.address)), silent
 
 

@@ -1,23 +1,21 @@
-"""Facts about a node: versions, GPUs, cores, memory.
-
-`collect` also runs on nodes that lack this package: it and what it calls use the standard library only.
-"""
+"""Facts about a node for ``pipeline doctor``: versions, GPUs, cores, memory."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
-import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+
+import psutil
 
 from pipeline.experiment.values import Frozen
+from pipeline.plan.resources import detect
+from pipeline.system import find_memory_limits
 
 INSTALL_SAME_COMMIT = "install it from this machine's commit: pip install git+https://HOST/REPOSITORY@COMMIT"
 """Remedy for another version of this project, which is on no package index."""
@@ -88,39 +86,26 @@ class NodeFacts(Frozen):
         return f"{self.node} ({self.address})" if self.address else self.node
 
 
-def facts_here() -> NodeFacts:
-    """Collect the facts of this machine."""
-    return NodeFacts.model_validate_json(collect())
-
-
-def collect(*, all_gpus: bool = False) -> str:
-    """Return the facts of this machine as the JSON of a `NodeFacts`; ``all_gpus`` ignores CUDA_VISIBLE_DEVICES."""
-    gpus = _gpus(all_gpus=all_gpus)
-    shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108 - only looked at
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = (_text("/sys/fs/cgroup/cpu.max") or "max 100000").split()
-    info = dict(line.split(":", 1) for line in (_text("/proc/meminfo") or "").splitlines())
-    available, memory = (int(info.get(name, "0 kB").split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    if (limit := _text("/sys/fs/cgroup/memory.max") or "max") != "max":
-        used = int(_text("/sys/fs/cgroup/memory.current") or 0)
-        available, memory = min(available, max(0, int(limit) - used)), min(memory, int(limit))
-    if (torch := _torch()) and torch["cuda"] and gpus["gpus"]:
-        torch |= _try_cuda(all_gpus=all_gpus)
-    return json.dumps(
-        {
-            **gpus,
-            "node": socket.gethostname(),
-            "python": platform.python_version(),
-            "torch": torch,
-            "ray": version_of("ray"),
-            "mlflow": version_of("mlflow") or version_of("mlflow-skinny"),
-            "pipeline": version_of("ddp-pipeline"),
-            "cpus": cpus if quota == "max" else min(cpus, max(1, int(quota) // int(period))),
-            "memory_mb": memory >> 20,
-            "memory_free_mb": available >> 20,
-            "shared_memory_mb": shared and shared.total >> 20,
-            "shared_memory_free_mb": shared and shared.free >> 20,
-        }
+def facts_here(*, all_gpus: bool = False) -> NodeFacts:
+    """Collect the facts of this machine; ``all_gpus`` ignores CUDA_VISIBLE_DEVICES."""
+    environment = {k: v for k, v in os.environ.items() if not (all_gpus and k == "CUDA_VISIBLE_DEVICES")}
+    gpus = {} if environment.get("CUDA_VISIBLE_DEVICES") == "" else _find_gpus()
+    here, shared = detect(), Path("/dev/shm")  # noqa: S108 - only looked at
+    size = shutil.disk_usage(shared) if shared.is_dir() else None
+    free = min([psutil.virtual_memory().available, *(limit.free for limit in find_memory_limits())])
+    return NodeFacts(
+        **{"gpus": (), "driver": None, "driver_cuda": None, "gpu_error": None} | gpus,
+        node=here.node,
+        python=platform.python_version(),
+        torch=_ask_torch(environment, has_gpus=bool(gpus.get("gpus"))),
+        ray=version_of("ray"),
+        mlflow=version_of("mlflow") or version_of("mlflow-skinny"),
+        pipeline=version_of("ddp-pipeline"),
+        cpus=here.cpus,
+        memory_mb=here.memory_mb,
+        memory_free_mb=free >> 20,
+        shared_memory_mb=size and size.total >> 20,
+        shared_memory_free_mb=size and size.free >> 20,
     )
 
 
@@ -132,67 +117,50 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def _torch() -> dict[str, Any] | None:
-    """Read torch's version without importing it, which takes seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+_QUESTION = """
+import json, sys, torch
+nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else ()
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl)) or None}))
+if torch.version.cuda and sys.argv[1:]:
+    sys.stdout.flush()
+    torch.zeros(1, device="cuda")
+    print(json.dumps({"cuda_available": True, "cuda_devices": torch.cuda.device_count(), "cuda_error": None}))
+"""
+
+
+def _ask_torch(environment: dict[str, str], *, has_gpus: bool) -> Torch | None:
+    """Ask torch in a child process: a process that has initialized CUDA can't be forked."""
+    command, tried = [sys.executable, "-c", _QUESTION, *["try CUDA"] * has_gpus], "it timed out"
+    try:
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+        answers, tried = asked.stdout, (asked.stderr.strip().splitlines() or ["it crashed"])[-1]
+    except subprocess.TimeoutExpired as error:
+        answers = bytes(error.stdout or b"").decode()
+    torch, *cuda = map(json.loads, answers.splitlines() or ["null"])
+    if torch is None:
         return None
-    source = Path(found.origin).with_name("version.py").read_text()
-    cuda = re.search(r"^cuda\b.*= '([\d.]+)'", source, re.MULTILINE)
-    version = re.search(r"^__version__ = '(.*)'", source, re.MULTILINE)
-    return {
-        "version": version[1] if version else version_of("torch"),
-        "cuda": cuda[1] if cuda else None,
-        "nccl": next(filter(None, map(version_of, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None),
-        "cuda_available": None,
-        "cuda_error": None,
-    }
+    has_failed = has_gpus and torch["cuda"] and not cuda
+    unknown = {"cuda_available": False if has_failed else None, "cuda_error": tried if has_failed else None}
+    return Torch(**torch, **(cuda[0] if cuda else unknown))
 
 
-def _try_cuda(*, all_gpus: bool) -> dict[str, Any]:
-    """Try CUDA in a child process: a process that has initialized CUDA can't be forked."""
-    question = (
-        "import torch, json; torch.zeros(1, device='cuda'); "
-        "print(json.dumps([torch.cuda.device_count(), torch.cuda.nccl.version()]))"
-    )
-    environment = {k: v for k, v in os.environ.items() if not (all_gpus and k == "CUDA_VISIBLE_DEVICES")}
+def _find_gpus() -> dict[str, Any]:
+    """Return the GPUs that the driver lists, its versions, or its error; nothing without a driver."""
+    import pynvml  # loads the NVIDIA driver's library
+
     try:
-        asked = subprocess.run(  # noqa: S603 - our own arguments
-            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"cuda_available": False, "cuda_error": str(error)}
-    if asked.returncode:
-        return {"cuda_available": False, "cuda_error": (asked.stderr.strip().splitlines() or ["it crashed"])[-1]}
-    devices, nccl = json.loads(asked.stdout.splitlines()[-1])
-    return {"cuda_available": True, "cuda_devices": devices, "nccl": ".".join(map(str, nccl))}
-
-
-def _gpus(*, all_gpus: bool) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"gpus": [], "driver": None, "driver_cuda": None, "gpu_error": None}
-    program = shutil.which("nvidia-smi")
-    if program is None or (os.environ.get("CUDA_VISIBLE_DEVICES") == "" and not all_gpus):
-        return nothing
-    try:
-        asked = subprocess.run([program, "-q", "-x"], capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
-        log = ElementTree.fromstring(asked.stdout)  # noqa: S314 - the driver's own
-    except subprocess.CalledProcessError as error:
-        return nothing | {"gpu_error": (error.stdout or error.stderr or str(error)).strip()}
-    except (OSError, subprocess.TimeoutExpired, ElementTree.ParseError) as error:
-        return nothing | {"gpu_error": str(error)}
-    gpus = [
-        {
-            "name": gpu.findtext("product_name", "GPU"),
-            "memory_mb": int(re.sub(r"\D", "", gpu.findtext("fb_memory_usage/total", "")) or 0),  # it may be "N/A"
-        }
-        for gpu in log.findall("gpu")
-    ]
-    versions = {"driver": log.findtext("driver_version"), "driver_cuda": log.findtext("cuda_version")}
-    return nothing | versions | {"gpus": gpus}
-
-
-def _text(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return {}
+    except pynvml.NVMLError as error:
+        return {"gpu_error": str(error)}
+    gpus = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        with suppress(pynvml.NVMLError):  # not permitted, or lost
+            handle, memory = pynvml.nvmlDeviceGetHandleByIndex(index), 0
+            with suppress(pynvml.NVMLError):  # not supported where the GPU shares the machine's memory
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total >> 20
+            gpus.append(Gpu(name=pynvml.nvmlDeviceGetName(handle), memory_mb=memory))
+    cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+    driver = {"driver": pynvml.nvmlSystemGetDriverVersion(), "driver_cuda": f"{cuda // 1000}.{cuda % 1000 // 10}"}
+    return {"gpus": tuple(gpus), **driver}

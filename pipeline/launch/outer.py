@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import PipelineError, ResourceError, Terminated, TrainingError, UsageError
+from pipeline.errors import ResourceError, Terminated, TrainingError, UsageError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.launch.base import LOOPBACK, Attempt, StopRequest
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 _LAUNCHER = "torchrun"
 """Value of ``parallel.launcher`` for ranks that an outer launcher has started."""
-_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
-_REPORT_S, _FAREWELL_S = 5.0, 5.0
-"""Seconds in which a rank that can't take part tells rank 0, and in which all learn how the run ended."""
+_POLL_S, _COMMAND_POLL_S = 0.1, 0.5
+_FAREWELL_S = 5.0
+"""Seconds in which all ranks learn how the run ended."""
 _LOSS_S, _LAST_REPORTS_S = 3.0, 10.0
 """Seconds in which other ranks end after one has failed, and in which it becomes known which one they failed for."""
 _KNOWN_S = 0.5
@@ -116,17 +116,10 @@ class Group:
         """Send rank 0 the facts about this rank."""
         self._store.set(f"facts/{self.outer.rank}", find_facts(self.outer).model_dump_json())
 
-    def report_failure(self, message: str) -> None:
-        """Send rank 0 the error for which this rank can't take part; the first one counts."""
-        if not self._store.check(["failure"]):
-            self._store.set("failure", f"rank {self.outer.rank} on {self.node} could not start: {message}")
-
     def gather(self) -> list[RankFacts]:
         """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0."""
         missing, deadline = [*range(self.outer.world_size)], time.monotonic() + self._timeout_s
         while missing := [rank for rank in missing if not self._store.check([f"facts/{rank}"])]:
-            if self._store.check(["failure"]):
-                raise UsageError(self._store.get("failure").decode())
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"{self.outer.name} started {self.outer.world_size} processes. {len(missing)} of them did not "
@@ -152,9 +145,9 @@ class Group:
 
     def receive(self) -> Command:
         """Wait for rank 0's next command; DistError if its store is gone. For the other ranks."""
-        key, start = f"command/{self.number}", time.monotonic()
-        while not self._store.check([key]):  # less and less often: rank 0 answers all ranks while it measures
-            time.sleep(min(max(_POLL_S, 0.1 * (time.monotonic() - start)), _LONGEST_POLL_S))
+        key = f"command/{self.number}"
+        while not self._store.check([key]):
+            time.sleep(_COMMAND_POLL_S)  # not often: rank 0 answers all ranks while it measures
         command = Command.model_validate_json(self._store.get(key))
         if self._store.add(f"read/{self.number}", 1) == self.outer.world_size - 1:
             self._store.delete_key(key)  # it contains the key of the trial's channel
@@ -238,17 +231,6 @@ def check_workers(plan: Plan) -> Plan:
                 f"Set 1 or {outer.world_size} workers under benchmark.baseline, or add --no-baseline."
             )
     return plan
-
-
-def report_failure(error: PipelineError) -> None:
-    """Send rank 0 the error of this rank, which can't take part, if torchrun's own store can be reached.
-
-    Where rank 0 would open the store, it may have failed as well. It then notices the missing rank by itself.
-    """
-    outer = outer_launcher()
-    if outer is not None and not outer.is_driver and outer.has_store:
-        with suppress(RuntimeError, ConnectionError, PipelineError):
-            join(outer, timeout_s=_REPORT_S).report_failure(str(error))
 
 
 def follow(experiment: Experiment) -> None:

@@ -7,13 +7,13 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from importlib.metadata import version
 
 import psutil
 
 from pipeline.errors import ResourceError
 from pipeline.experiment.values import Frozen
 from pipeline.launch.base import LOOPBACK
+from pipeline.launch.node_facts import version_of
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.plan.resources import Placed, Resources, detect, usable_cores, visible_gpus
 from pipeline.wording import listed
@@ -31,33 +31,36 @@ class RankFacts(Frozen):
     """Names of the GPUs that it sees, by UUID."""
     address: str
     """Address of the machine that faces rank 0's."""
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     """Versions that all ranks must share, by package."""
 
 
 def find_facts(outer: OuterLauncher) -> RankFacts:
-    """Return the facts about this rank; torch's version without the build, such as +cpu, which nodes don't share."""
+    """Return the facts about this rank."""
     return RankFacts(
         rank=outer.rank,
         resources=detect(),
         cores=usable_cores(),
         gpus=visible_gpus(),
         address=address_facing(outer.host) if outer.has_several_nodes else LOOPBACK,
-        versions={
-            "Python": ".".join(platform.python_version_tuple()[:2]),
-            "torch": version("torch").partition("+")[0],
-            "ddp-pipeline": version("ddp-pipeline"),
-        },
+        versions=find_versions(),
     )
+
+
+def find_versions() -> dict[str, str | None]:
+    """Return the versions that all nodes must share; torch's without its build, such as +cpu. None: not installed."""
+    torch = (version_of("torch") or "").partition("+")[0]
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"Python": python, "torch": torch or None, "ddp-pipeline": version_of("ddp-pipeline")}
 
 
 def refuse_others(facts: Sequence[RankFacts]) -> None:
     """Check that all ranks have rank 0's versions of Python, torch and this package."""
     problems = dict.fromkeys(
-        f"{rank.resources.node}: it has {package} {there}, and rank 0 has {own}"
+        f"{rank.resources.node}: it has {package} {rank.versions[package]}, and rank 0 has {own}"
         for rank in facts[1:]
         for package, own in facts[0].versions.items()
-        if (there := rank.versions.get(package, "none")) != own
+        if rank.versions[package] != own
     )
     if problems:
         what = f"versions differ from rank 0's on {facts[0].resources.node}. Install the same versions on all nodes:"

@@ -23,8 +23,8 @@ from pipeline.errors import ResourceError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base, cluster
 from pipeline.launch.base import LOOPBACK
-from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, version_of
-from pipeline.launch.rank_facts import interface_variables
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT
+from pipeline.launch.rank_facts import find_versions, interface_variables
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, open_server
@@ -92,7 +92,12 @@ class Launcher(base.Launcher):
             may_come = cluster.has_autoscaler() or (isinstance(trial, Training) and trial.resume)
             cluster.await_room(trial, may_come=may_come, warn=partial(self._warn, trial=trial))
         host = LOOPBACK if self._address is None else ray.util.get_node_ip_address()
-        with attempt.listening(host) as address, environment(**_timeouts(trial)):
+        parallel = trial.experiment.parallel
+        timeouts = {  # the hang detector finds hanging ranks; Ray's is for ranks whose node is gone
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
+            "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
+        }
+        with attempt.listening(host) as address, environment(**timeouts):
             self._running = trial.workers
             try:
                 trainer = self._trainer(attempt.trial, address)
@@ -116,7 +121,7 @@ class Launcher(base.Launcher):
                 "cwd": str(Path.cwd()),
                 "paths": cluster.import_paths(is_sent=bool(self._code)),
                 "shared": self._shared_folders(trial),
-                "versions": _find_versions(),
+                "versions": find_versions(),
             },
             torch_config=_Rendezvous(is_local=self._address is None),
             scaling_config=ScalingConfig(
@@ -182,9 +187,6 @@ def _set_rendezvous(address: str, port: int, own: str) -> None:
 
 def work(config: dict[str, Any]) -> None:
     """Run one rank of a trial in the process that Ray Train gave it."""
-    from pipeline.system import Leftovers
-
-    leftovers = Leftovers()
     context = ray.train.get_context()
     rank = Rank(
         rank=context.get_world_rank(),
@@ -199,10 +201,6 @@ def work(config: dict[str, Any]) -> None:
     os.environ["PYTHONPATH"] = python_path(*paths)
     if Path(config["cwd"]).is_dir():  # else the relative paths of the experiment begin where the code was sent
         os.chdir(config["cwd"])
-    _run(config, rank=rank, leftovers=leftovers)
-
-
-def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
     from pipeline import worker  # and torch with it
 
     if config["logs"] is not None:
@@ -211,7 +209,6 @@ def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
     with ChannelOutbox(Address.parse(config["channel"]), rank=rank.rank, folder=Path(trial.folder)) as outbox:
         try:
             worker.run(trial, rank, outbox, end=partial(worker.end_process, outbox.close))
-            leftovers.end(worker.warning_of(rank, trial=trial, outbox=outbox))
         except worker.WorkerFailed:
             worker.log_traceback()
             raise worker.WorkerFailed from None  # Ray writes the cause as well, with values of the environment
@@ -219,7 +216,7 @@ def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
 
 def _check_node(node: str, *, versions: Mapping[str, str | None], shared: Mapping[str, str]) -> None:
     """Compare this node with the driver's machine: versions, and folders that must be on shared storage."""
-    here = _find_versions()
+    here = find_versions()
     for package, version in versions.items():
         if version is not None and here[package] != version:
             has = f"it has {package} {here[package]}" if here[package] else f"it has no {package}"
@@ -233,22 +230,6 @@ def _check_node(node: str, *, versions: Mapping[str, str | None], shared: Mappin
             raise ResourceError(
                 f"{node} can't run workers: {what}. Set {key} to a folder that all nodes share{address}."
             )
-
-
-def _find_versions() -> dict[str, str | None]:
-    """Return the versions that all nodes must share; Ray itself compares its own and Python's."""
-    from torch.version import __version__  # and torch with it
-
-    return {"torch": __version__.partition("+")[0], "ddp-pipeline": version_of("ddp-pipeline")}
-
-
-def _timeouts(trial: Trial) -> dict[str, str]:
-    """Return Ray Train's timeouts. The hang detector finds hanging ranks; Ray's is for ranks whose node is gone."""
-    parallel = trial.experiment.parallel
-    return {
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{parallel.start_timeout_s:g}",
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{parallel.timeout_s + _AFTER_OTHERS_S:g}",
-    }
 
 
 def _find_losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, str]) -> Mapping[int, str]:

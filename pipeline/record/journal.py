@@ -13,13 +13,13 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
-from pipeline.system import begin_stage
 
 FILE_NAME = "events.jsonl"
 """File name in a run's folder."""
@@ -103,21 +103,15 @@ class _Lock:
         self._done = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock; one of another machine only after a lease without a sign of life."""
+        """Take the lock, if nobody has it."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        give_up, seen = time.monotonic() + _PATIENCE_S, 0.0
-        while True:
-            is_free, holder, has_lease = _look(self._path, self._file, fcntl.LOCK_EX)
-            touched, age = _touched(self._path) if has_lease else (0.0, LEASE_S)
-            if is_free and age >= LEASE_S:
-                break
-            if has_lease and not seen:
-                begin_stage(f"{self._path}: waiting up to {LEASE_S:g} s to see if {holder} is alive")
-                seen = touched
-            if touched != seen if has_lease else time.monotonic() > give_up:
-                kind = UsageError if holder.machine in ("", _machine()) else ResourceError
-                run = self._path.with_suffix("")
-                raise kind(f"{run}: this run is still running in {holder}. Wait for it, or stop it")
+        give_up = time.monotonic() + _PATIENCE_S
+        while (holder := _find_holder(self._path, self._file, fcntl.LOCK_EX)) is not None:
+            if time.monotonic() > give_up:
+                run, is_here = self._path.with_suffix(""), holder.machine in ("", _machine())
+                killed = "" if is_here else f". If that machine is gone, try again in {LEASE_S:g} s"
+                kind = UsageError if is_here else ResourceError
+                raise kind(f"{run}: this run is still running in {holder}. Wait for it, or stop it{killed}")
             time.sleep(_LOOK_S)
         os.truncate(self._file, 0)
         os.pwrite(self._file, json.dumps(self._own).encode(), 0)
@@ -128,7 +122,7 @@ class _Lock:
         """Release the lock if it is held."""
         self._done.set()
         if self._file >= 0:
-            if self._confirmed and _holder(self._path) == self._own:
+            if self._confirmed and _read_holder(self._path) == self._own:
                 os.truncate(self._file, 0)
             os.close(self._file)
             self._file = -1
@@ -137,60 +131,47 @@ class _Lock:
     def taken_by(self) -> _Holder | None:
         """Process of another machine that has the lock now, since this one gave no sign for a lease."""
         if time.time() - self._confirmed > LEASE_S / 2:  # this process was paused, or its file system was
-            with suppress(OSError):
-                self._confirm()
+            self._confirm()
         return self._taken_by
 
     def _beat(self) -> None:
         while not self._done.wait(BEAT_S):
-            with suppress(OSError):  # it is tried again
-                self._confirm()
+            self._confirm()
 
     def _confirm(self) -> None:
-        now = _holder(self._path)
+        now = _read_holder(self._path)
         if now != self._own and now.pid:
             self._taken_by = now
-        else:
+            return
+        with suppress(OSError):  # it is tried again
             os.utime(self._path)
             self._confirmed = time.time()
 
 
-def _look(path: Path, file: int, kind: int) -> tuple[bool, _Holder, bool]:
-    """Return True if no process of this machine holds a lock, its holder, and True if that has a lease.
-
-    A free lock is taken. Only a lease counts of other machines, and on a file system without locks.
-    """
-    is_free, has_locks = True, True
+def _find_holder(path: Path, file: int, kind: int) -> _Holder | None:
+    """Return who holds a lock; None if it is free: then this process has it, as far as the file system has locks."""
+    has_locks = True
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        is_free = False
+        return _read_holder(path)
     except OSError:
         has_locks = False
-    holder = _holder(path)
-    return is_free, holder, bool(holder.pid) and not (has_locks and holder.machine == _machine())
+    holder = _read_holder(path)
+    if not holder.pid or (has_locks and holder.machine == _machine()):
+        return None
+    now, touched = time.time(), path.stat().st_mtime
+    with suppress(OSError), TemporaryFile(dir=path.parent) as probe:  # by the clock of the file server
+        now = os.fstat(probe.fileno()).st_mtime
+    return holder if now - touched < LEASE_S else None
 
 
-def _holder(path: Path) -> _Holder:
+def _read_holder(path: Path) -> _Holder:
     """Read who holds a lock; empty if nobody does, or has just taken it. Opening gets the newest content from NFS."""
     try:
         return _Holder(*json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return _Holder()
-
-
-def _touched(path: Path) -> tuple[float, float]:
-    """Return the time of a lock, and its age by the clock of the file server."""
-    probe = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        probe.touch()
-        now = probe.stat().st_mtime
-        probe.unlink()
-    except OSError:  # a folder that can't be written
-        now = time.time()
-    with path.open("rb") as file:
-        touched = os.fstat(file.fileno()).st_mtime
-    return touched, now - touched
 
 
 @cache
@@ -288,15 +269,14 @@ def is_open(path: Path) -> bool:
     lock = _lock_of(path)
     try:
         with lock.open("rb") as file:
-            is_free, _, has_lease = _look(lock, file.fileno(), fcntl.LOCK_SH)
-            return not is_free or (has_lease and _touched(lock)[1] < LEASE_S)
+            return _find_holder(lock, file.fileno(), fcntl.LOCK_SH) is not None
     except OSError:  # there is none
         return False
 
 
 def describe_writer(path: Path) -> str:
     """Return the process that writes to this journal, with its machine and the time since when it does."""
-    return str(_holder(_lock_of(path)))
+    return str(_read_holder(_lock_of(path)))
 
 
 def _lock_of(path: Path) -> Path:

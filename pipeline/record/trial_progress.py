@@ -1,15 +1,13 @@
 """Progress of a command from its events, in the words that bars, plain lines and ``pipeline show`` share."""
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from statistics import mean
 
 from pipeline.experiment.reported import OF_TRAINING, TRAIN, iter_formatted, iter_shown_names
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import (
-    LAST_STEPS,
     AnyEvent,
     FirstStep,
     Heartbeat,
@@ -36,17 +34,10 @@ _BESIDE_TRAINING: Mapping[Phase | None, str] = {
 
 
 class TrialProgress:
-    """State of a running trial: steps, stage, pace and values.
-
-    With ``averages`` the loss is the mean over the last steps, as in the trial's result.
-    """
+    """State of a running trial: steps, stage, pace and values."""
 
     def __init__(
-        self,
-        directions: Mapping[str, Direction] | None = None,
-        best: dict[str, tuple[float, int]] | None = None,
-        *,
-        averages: bool = True,
+        self, directions: Mapping[str, Direction] | None = None, best: dict[str, tuple[float, int]] | None = None
     ) -> None:
         self.started: Started | None = None
         """Sizes of the trial; None until rank 0 has built it."""
@@ -56,8 +47,6 @@ class TrialProgress:
         """Latest value of each metric."""
         self._directions = directions or {}
         self._best = {} if best is None else best  # with the epoch, also of earlier attempts
-        self._averages = averages
-        self._losses = deque[float](maxlen=LAST_STEPS)
         self._current = 0  # step under way, counted from 1
         self._phase: Phase | None = None
         self._has_stepped = self._has_trained = self._is_measured = False
@@ -81,9 +70,6 @@ class TrialProgress:
                     is_worse = value <= best if direction == "max" else value >= best
                     if direction and not is_worse and not math.isnan(value):
                         self._best[name] = value, event.epoch
-                self._losses.extend(event.losses)
-                if event.losses and self._averages:  # as the result does
-                    self.values[LOSS] = mean(self._losses)
             case Heartbeat() if event.rank.is_first:
                 self._phase, self._current = event.phase, event.step
                 self._advance(event.step if event.phase in _DONE else event.step - 1, time=event.time)
@@ -174,7 +160,6 @@ class RunProgress:
         self._planned: Mapping[str, Trial] = {trial.name: trial for trial in trials}
         compared = chain.from_iterable(trial.compared_with for trial in trials if isinstance(trial, Training))
         self._compared = {trial.name for trial in compared}
-        self._launches = [(trial.name, trial.repeat) for trial in trials if trial.name not in self._compared]
         self._launched: list[tuple[str, int]] = []
         self._best = defaultdict[str, dict[str, tuple[float, int]]](dict)
 
@@ -188,8 +173,7 @@ class RunProgress:
                 if (key := (event.trial, event.repeat)) not in self._launched:
                     self._launched.append(key)
                 directions = self.opened.directions if self.opened else {}
-                averages = self.opened is None or self.opened.params.get("train.log_every_steps") == "auto"
-                self.progress = TrialProgress(directions, self._best[event.trial], averages=averages)
+                self.progress = TrialProgress(directions, self._best[event.trial])
             case _ if self.trial is not None and event.trial == self.trial.trial:
                 self.progress.update(event)
 
@@ -208,12 +192,10 @@ class RunProgress:
         """Title of the trial with its role in a run, or with its number in a benchmark; a restart keeps the number."""
         if self.trial is None:
             return ""
-        if any(isinstance(trial, Training | Evaluation) for trial in self._planned.values()):
+        if self.opened is None or any(isinstance(trial, Training | Evaluation) for trial in self._planned.values()):
             return self.trial.title if self.trial.role == "main" else f"{self.trial.trial}: {self.trial.title}"
-        total = len(self._launches) or (self.opened.launches if self.opened else 0)
-        keys, key = self._launches or self._launched, (self.trial.trial, self.trial.repeat)
-        is_numbered = total > 1 and key in keys
-        return f"[{min(keys.index(key) + 1, total)}/{total}] {self.trial.title}" if is_numbered else self.trial.title
+        number, total = self._launched.index((self.trial.trial, self.trial.repeat)) + 1, self.opened.launches
+        return f"[{min(number, total)}/{total}] {self.trial.title}" if total > 1 else self.trial.title
 
     @property
     def waiting(self) -> str:

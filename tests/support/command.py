@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipeline import cli
-from pipeline.record import console
 
 REPOSITORY = Path(__file__).parents[2]
 EXPERIMENT = {
@@ -81,7 +80,6 @@ def command(
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory to both
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setattr(console, "_LONG_S", 600.0)  # on a busy machine a stage may get a line of its own
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def run(*arguments: str) -> Ended:

@@ -25,19 +25,19 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "": 1_186,
+    "": 1_140,
     "api": 493,
-    "cli": 737,
-    "commands": 4_943,
+    "cli": 727,
+    "commands": 4_922,
     "data": 1_026,
-    "drive": 1_083,
+    "drive": 1_078,
     "experiment": 3_402,
-    "launch": 1_965,
+    "launch": 1_894,
     "models": 408,
     "plan": 671,
     "protocol": 1_526,
-    "record": 1_750,
-    "results": 3_425,
+    "record": 1_627,
+    "results": 3_430,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_717,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_772
+TEST_LINES = 44_632
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -160,7 +160,7 @@ def test_code_is_not_sent_twice_nor_without_a_project(here: Path, monkeypatch: p
 
 
 def test_a_node_with_other_versions_has_no_worker() -> None:
-    here = ray._find_versions()
+    here = ray.find_versions()
     ray._check_node("node1", versions={**here, "ddp-pipeline": None}, shared={})  # started from a source folder
     with pytest.raises(ResourceError) as error:
         ray._check_node("node1", versions={**here, "torch": "1.0"}, shared={})
@@ -172,7 +172,7 @@ def test_a_node_with_other_versions_has_no_worker() -> None:
 
 @pytest.mark.parametrize("key", ["tracking.directory", "checkpoint.directory"])
 def test_a_node_without_the_shared_folder_has_no_worker(key: str, tmp_path: Path) -> None:
-    versions = ray._find_versions()
+    versions = ray.find_versions()
     ray._check_node("node1", versions=versions, shared={key: str(tmp_path)})
     refused = rf"node1 can't run workers: {tmp_path}/a of the driver's .* Set {key} to a folder that all nodes share"
     with pytest.raises(ResourceError, match=refused):

@@ -6,16 +6,14 @@ import pytest
 import rich.console
 
 from pipeline.commands.doctor import CheckResult, Examination, check_nodes, show
-from pipeline.launch.node_facts import Gpu, NodeFacts, Torch, facts_here
+from pipeline.launch.node_facts import Gpu, NodeFacts, Torch
 
-HERE = facts_here().model_copy(
-    update={
-        "node": "a",
-        "torch": Torch(version="2.13.0+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None),
-        "shared_memory_mb": 4096,
-        "shared_memory_free_mb": 4096,
-    }
-)
+HERE = NodeFacts(
+    node="a", python="3.11.7", ray="2.60.0", mlflow="3.17.2", pipeline="0.1.0",
+    torch=Torch(version="2.13.0+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None),
+    gpus=(), driver=None, driver_cuda=None, gpu_error=None,
+    cpus=2, memory_mb=24_000, memory_free_mb=20_000, shared_memory_mb=4096, shared_memory_free_mb=4096,
+)  # fmt: skip
 WITH_CUDA = Torch(
     version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", cuda_available=True, cuda_error=None, cuda_devices=2
 )

@@ -4,16 +4,14 @@
 # promise: variables of torchrun and srun; those that contradict are named; resources and versions of all ranks
 
 import socket
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import toys
 
-from pipeline.errors import ResourceError, UsageError
-from pipeline.launch import outer as outer_launch
-from pipeline.launch.outer import Command, Group
+from pipeline.errors import ResourceError
+from pipeline.launch.outer import Group
 from pipeline.launch.rank_facts import RankFacts, combine_facts, find_gpus, refuse_others
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.plan.plan import Planner, make_plan
@@ -121,41 +119,6 @@ def test_ranks_that_did_not_come_are_named() -> None:
     lead.publish()
     with pytest.raises(ResourceError, match=r"0.2 s\): rank 1, 2, 3$"):
         lead.gather()
-
-
-def test_a_rank_that_cannot_start_ends_the_wait_for_it() -> None:
-    lead = group(port=(port := free_port()))
-    lead.publish()
-    group(1, port=port).report_failure("no file")
-    with pytest.raises(UsageError, match=r"^rank 1 on .* could not start: no file$"):
-        lead.gather()
-
-
-def test_ranks_ask_for_work_less_often_the_longer_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise hundreds of ranks would disturb rank 0, which measures the baseline meanwhile."""
-
-    class Store:
-        now, asked = 0.0, 0
-
-        def check(self, _: list[str]) -> bool:
-            self.asked += 1
-            return self.now >= 60
-
-        def get(self, _: str) -> bytes:
-            return Command(trial="{}").model_dump_json().encode()
-
-        def add(self, _: str, number: int) -> int:
-            return number
-
-        def sleep(self, seconds: float) -> None:
-            self.now += seconds
-
-    store, waiting = Store(), object.__new__(Group)
-    waiting.outer, waiting._store, waiting.number = outer(), store, 0
-    monkeypatch.setattr(outer_launch, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
-    assert waiting.receive().trial
-    assert store.asked < 100
-    assert store.now < 62, "it starts soon"
 
 
 def planned(there: Resources, *, workers: int, **parallel: object) -> Training:

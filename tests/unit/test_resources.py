@@ -134,34 +134,63 @@ def test_omp_num_threads_is_read(value: str, threads: int | None, monkeypatch: p
     assert detect().threads == threads
 
 
-# What a node has, asked where this package is missing
+# What a node has, for pipeline doctor
 
 
-def test_cores_and_memory_are_those_that_the_plan_counts_on() -> None:
+def test_cores_and_memory_are_those_that_the_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_facts, "_ask_torch", lambda *_, has_gpus: None)
+    monkeypatch.setattr(node_facts, "find_memory_limits", lambda: [system.MemoryLimit(2**30, free=2**29)])
     facts, detected = facts_here(), detect()
-    assert facts.cpus == detected.cpus
-    assert facts.memory_mb <= detected.memory_mb
-    assert 0 < facts.memory_free_mb <= facts.memory_mb
+    assert (facts.cpus, facts.memory_mb) == (detected.cpus, detected.memory_mb)
+    assert facts.memory_free_mb == 512
     assert facts.node == detected.node == facts.label
 
 
-def test_a_container_s_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"/sys/fs/cgroup/cpu.max": "150000 100000", "/sys/fs/cgroup/memory.max": str(2**30)}
-    limits["/sys/fs/cgroup/memory.current"] = str(2**29)
-    text = node_facts._text
-    monkeypatch.setattr(node_facts, "_text", lambda path: limits.get(path) or text(path))
+def test_gpus_are_what_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(index: int) -> SimpleNamespace:
+        if index == 3:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(total=143_771 * 2**20)
 
-    facts = facts_here()
-    assert (facts.cpus, facts.memory_mb, facts.memory_free_mb) == (1, 1024, 512)
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    fake_nvml(monkeypatch, broken={0, 1})
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", size)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "570.86")
+    monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion", lambda: 12080)
+    monkeypatch.setattr(node_facts, "_ask_torch", lambda *_, has_gpus: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert facts_here().gpus == ()
+    there = facts_here(all_gpus=True)
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    broken = facts_here(all_gpus=True)
+
+    assert [(gpu.name, gpu.memory_mb) for gpu in there.gpus] == [("H100 2", 143_771), ("H100 3", 0)]
+    assert (there.driver, there.driver_cuda, there.gpu_error) == ("570.86", "12.8", None)
+    assert (broken.gpus, broken.gpu_error) == ((), "RM has detected an NVML/RM version mismatch.")
 
 
-def test_cuda_itself_counts_its_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+VERSIONS = '{"version": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9"}\n'
 
-    run_here(monkeypatch, capsys, node_facts)
-    assert node_facts._try_cuda(all_gpus=False) == {"cuda_available": True, "cuda_devices": 1, "nccl": "2.28.9"}
+
+@pytest.mark.parametrize(
+    ("printed", "errors", "facts"),
+    [
+        (VERSIONS + '{"cuda_available": true, "cuda_devices": 1, "cuda_error": null}\n', "", (True, 1, None)),
+        (VERSIONS, "Traceback\nRuntimeError: no device\n", (False, 0, "RuntimeError: no device")),
+        (VERSIONS, "", (False, 0, "it crashed")),
+    ],
+)
+def test_torch_tries_cuda_in_a_process_of_its_own(
+    printed: str, errors: str, facts: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.CompletedProcess([], 0, stdout=printed, stderr=errors)
+    monkeypatch.setattr(node_facts.subprocess, "run", lambda *_, **__: ended)
+    found = node_facts._ask_torch({}, has_gpus=True)
+    assert found is not None
+    assert (found.cuda_available, found.cuda_devices, found.cuda_error) == facts
+    assert (found.cuda, found.nccl) == ("13.0", "2.28.9")
 
 
 # What a step frees is there for the next one

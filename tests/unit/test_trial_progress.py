@@ -168,16 +168,11 @@ def opened(name: str, title: str, *, repeat: int = 0) -> TrialOpened:
 
 
 def test_a_trial_keeps_its_number_in_a_benchmark_when_it_is_launched_again() -> None:
-    cells = [trial("single", "cell"), trial("ddp", "cell", strategy="ddp", workers=2)]
-    planned = RunProgress([*cells, *(cell.model_copy(update={"repeat": 1}) for cell in cells)])
-    unplanned = RunProgress()
-    unplanned.update(
-        RunOpened(run="", tracking_uri="", tracking_experiment="", tags={}, params={}, trials=(), launches=4)
-    )
-    for run in (planned, unplanned):
-        for name, repeat in (("single", 0), ("ddp", 0), ("ddp", 0), ("single", 1)):
-            run.update(opened(name, name, repeat=repeat))
-        assert run.label == "[3/4] single"
+    run = RunProgress()
+    run.update(RunOpened(run="", tracking_uri="", tracking_experiment="", tags={}, params={}, trials=(), launches=4))
+    for name, repeat in (("single", 0), ("ddp", 0), ("ddp", 0), ("single", 1)):
+        run.update(opened(name, name, repeat=repeat))
+    assert run.label == "[3/4] single"
 
 
 def test_a_trial_that_a_training_is_compared_with_is_not_launched() -> None:
@@ -194,13 +189,3 @@ def test_words() -> None:
     assert left(None) == left(0.4) == []
     assert left(0.6) == ["0:01 left"]
     assert fitted(["epoch 1/2", "a long one that does not fit", "loss 2"], width=18) == "epoch 1/2, loss 2"
-
-
-def test_the_loss_of_a_training_is_the_mean_of_its_last_steps_as_in_its_result() -> None:
-    losses = tuple(float(step) for step in range(1, 31))
-    window = metrics(30, train__loss=29.5).model_copy(update={"losses": losses})
-    assert next(after(window).training()) == "loss 20.5"  # of steps 11 to 30
-    own = TrialProgress(averages=False)  # train.log_every_steps says which steps a point is of
-    for event in (started(), window):
-        own.update(event)
-    assert next(own.training()) == "loss 29.5"

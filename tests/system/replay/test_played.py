@@ -49,10 +49,10 @@ def test_a_run_tells_how_far_it_is_what_came_out_and_what_the_workers_measured(
         "baseline: 1 worker", "reference: 1 process, 2 cores"
     ]  # fmt: skip
     assert [line.split(": ")[1].split(",")[0] for line in told if ": step " in line and line.startswith("ddp")] == [
-        "step 10/46", "step 23/46", "step 46/46"
+        "step 23/46", "step 46/46"
     ]  # fmt: skip
     best = "validation/accuracy 0.8914, validation/loss 0.3469"
-    assert f"ddp, 2 workers: step 46/46, epoch 2/2, {best}" in told
+    assert any(line.startswith(f"ddp, 2 workers: step 46/46, {best}") for line in told)
     folder = run_in(lab)
     screen = ended.stdout
     assert screen.startswith("tiny: training completed ")
