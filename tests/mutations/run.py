@@ -3,7 +3,7 @@
     python tests/mutations/run.py [NAME]...      all of faults.py, or those whose name has such a part
 
 For each fault the tests that most likely notice come first, then all of `make test`; the first failure ends it.
-The exit code is 1 if a fault no longer applies, or too many are noticed by nobody.
+The last line says how many faults were noticed. The exit code is 1 if fewer than 95% were, or one no longer applies.
 """
 
 import os
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 TESTS = ("tests/unit", *(f"tests/system/{part}" for part in ("test_lint.py", "contract", "replay", "journeys")))
 """What `make test` runs, the quickest first."""
 SPREAD = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
-WANTED = 28 / 30
-"""The part of the faults that `make test` must notice."""
+WANTED = 0.95
+"""Fraction of the faults that `make test` must notice: 38 of 40."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -59,8 +59,8 @@ class Tree:
         if done.returncode == 0:
             return ""
         found = _FAILED.search(done.stdout)
-        assert found, f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-3000:]}"
-        return found[1]
+        assert found or done.returncode == 1, f"it ended with {done.returncode}:\n{done.stdout[-3000:]}"
+        return found[1] if found else arguments[-1]  # pytest can't name a test that ended the process
 
     def notices(self, fault: Fault) -> str:
         """The first test that notices a fault; empty if none does."""
@@ -124,10 +124,11 @@ def main(words: list[str]) -> int:
             noticed.append(tree.with_fault(fault))
             print(told(noticed[-1]), flush=True)
     missed = [each.fault for each in noticed if not each.test]
-    print(f"{len(faults) - len(missed)} of {len(faults)} faults were noticed")
     for fault in missed:
-        print(f"nobody noticed: {fault.name} ({fault.promise}); {fault.excused or 'write a test that does'}")
-    return int(len(missed) > len(faults) * (1 - WANTED) or any(not fault.excused for fault in missed))
+        print(f"no test noticed: {fault.name} ({fault.promise}); write one that does")
+    count = len(noticed) - len(missed)
+    print(f"{count} of {len(noticed)} faults were noticed, in {sum(each.seconds for each in noticed) / 60:.0f} minutes")
+    return int(count < WANTED * len(noticed))
 
 
 def told(one: Noticed) -> str:

@@ -232,13 +232,16 @@ def test_who_answers_without_the_key_gets_no_event(tmp_path: Path) -> None:
             ChannelOutbox(address, rank=0, folder=tmp_path)
 
 
-def test_a_worker_that_sends_nonsense_is_hung_up_on(driver: Driver, worker: Worker) -> None:
+def test_a_worker_that_sends_nonsense_and_one_with_its_proof_are_hung_up_on(driver: Driver, worker: Worker) -> None:
     address = driver.inbox.address
     with socket.create_connection((address.host, address.port)) as plain, plain.makefile("rb") as said:
         nonce = said.readline().strip()
         proof = hmac.new(address.key.encode(), nonce, "sha256").hexdigest()
         plain.sendall(f"{proof} 00 1\nno event\n".encode())
         assert len(said.readlines()) == 1, "the driver's own proof"
+    with socket.create_connection((address.host, address.port)) as other, other.makefile("rb") as said:
+        other.sendall(f"{proof} 00 1\nno event\n".encode())
+        assert len(said.readlines()) == 1, "a new nonce, and no proof"
     assert driver.hung_up == [1]
 
 

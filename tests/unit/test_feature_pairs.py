@@ -34,6 +34,13 @@ def test_they_train_as_a_loop_in_plain_torch(names: tuple[str, ...]) -> None:
             close(average, loop.averages[name], msg=name)
 
 
+def test_sums_over_items_are_divided_before_backward_by_a_power_of_two() -> None:
+    """By any other number resumed trainings would round differently; undivided sums would overflow in fp16."""
+    s = toys.built(**sections_of(("counts",)))
+    stepped = s.train_step(s, s.batches.stream(1, last_step=2), step=1)  # 8 samples
+    assert (stepped.count, s.facts and s.facts.items_per_sample) == (3, 0.5)
+
+
 def test_a_step_that_failed_leaves_nothing_to_the_next_one() -> None:
     names = ("counts", "accumulation")
     s, twin = (toys.built(**sections_of(names)) for _ in range(2))

@@ -7,7 +7,7 @@ test_by_hand.py trains with its defaults.
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import toys
 from ranks import Ranks
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.protocol.events import Resumed, Warned
@@ -168,15 +168,19 @@ def test_a_rank_holds_its_part_even_after_evaluation(ranks: Ranks, groups: str) 
     assert other == [(20, 3), (20,), (20, 40), (20,), (0, 40), (0,)]
 
 
-def means(rank: Rank) -> tuple[Tensor, Weights]:
+def means(rank: Rank, share: Callable[[State], Any]) -> tuple[Tensor, Tensor, Weights]:
     s = steps(rank, NORMED)
-    own = next(module.running_mean.clone() for module in s.model.modules() if isinstance(module, nn.BatchNorm1d))  # type: ignore[union-attr,operator]
-    return own, dict(full_state_dict(s))
+    buffer = next(buffer for name, buffer in s.model.named_buffers() if name.endswith("running_mean"))
+    own = buffer.clone()
+    share(s)
+    return own, buffer.clone(), dict(full_state_dict(s))
 
 
-def test_buffers_are_those_of_the_first_rank(ranks: Ranks) -> None:
-    (own, whole), (other, _) = ranks.call(means)
+@pytest.mark.parametrize("share", [evaluate, full_state_dict])
+def test_buffers_are_those_of_the_first_rank(ranks: Ranks, share: Callable[[State], Any]) -> None:
+    (own, _, whole), (other, shared, _) = ranks.call(means, share)
     assert not torch.equal(own, other)
+    assert torch.equal(shared, own)
     assert torch.equal(whole["1.running_mean"], own)
 
 

@@ -140,9 +140,17 @@ def started_writer(timeout_s: float = 60) -> psutil.Process:
     pytest.fail(f"no process of pipeline.tracking.follow within {timeout_s:g} s")
 
 
-def test_two_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_path: Path) -> None:
+def test_two_thousand_points_of_a_killed_driver_are_sent_though_the_first_writer_is_killed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise SystemExit
+
     names = [f"train/loss_{n}" for n in range(10)]
     folder = journaled(tmp_path / "long", [opened(store), *(metrics(step, *names) for step in range(200))])
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", killed)
+        assert not sync(folder, warn=pytest.fail).delivered
     outcome = sync(folder, warn=pytest.fail)
     run = store.client.get_run(outcome.run_id)
     assert (run.info.status, run.info.end_time) == ("KILLED", int((1.7e9 + 199) * 1000))
