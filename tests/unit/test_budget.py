@@ -31,7 +31,7 @@ LARGER_TODAY = {
     "commands": 4_943,
     "data": 1_026,
     "drive": 1_083,
-    "experiment": 3_402,
+    "experiment": 3_394,
     "launch": 1_965,
     "models": 408,
     "plan": 671,
