@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_186,
     "api": 493,
     "cli": 737,
-    "commands": 4_943,
+    "commands": 4_905,
     "data": 1_026,
     "drive": 1_083,
     "experiment": 3_394,
