@@ -102,20 +102,18 @@ def iter_checks(
     names: Sequence[str], overrides: Sequence[str] = (), *, with_data: bool
 ) -> Iterator[tuple[str, Callable[[], CheckResult]]]:
     """Yield files with a function that checks them, see `check_file`; torch is imported if one can be read."""
-    loaded = {name: _load(name, overrides) for name in names}
+    loaded: dict[str, ExperimentFile | PipelineError] = {}
+    for name in names:
+        try:
+            loaded[name] = load(name, overrides)
+        except PipelineError as error:
+            loaded[name] = error
     _preload([file for file in loaded.values() if isinstance(file, ExperimentFile)])
     for name, file in loaded.items():
         if isinstance(file, ExperimentFile):
             yield name, partial(check_file, file, with_data=with_data)
         else:
             yield name, partial(CheckResult, file)
-
-
-def _load(name: str, overrides: Sequence[str]) -> ExperimentFile | PipelineError:
-    try:
-        return load(name, overrides)
-    except PipelineError as error:
-        return error
 
 
 def _preload(files: Sequence[ExperimentFile]) -> None:
@@ -146,13 +144,8 @@ def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data:
         preflight.try_steps(file, allowed=allowed, receive=lambda _: None)
-    return CheckResult(sweep=_describe_sweep(file, allowed=allowed), skipped=skipped)
-
-
-def _describe_sweep(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
-    """Describe the file's sweep, as far as it can be planned without a cluster; empty without a sweep."""
     if file.experiment.sweep is None:
-        return ""
+        return CheckResult(skipped=skipped)
     from pipeline.commands.sweep_trial import describe_in_a_line
 
-    return describe_in_a_line(file, file.experiment.sweep, allowed=allowed)
+    return CheckResult(sweep=describe_in_a_line(file, file.experiment.sweep, allowed=allowed), skipped=skipped)

@@ -244,7 +244,9 @@ def invoked(
     """
     for note in plan.notes:
         write(terminal.warnings, f"note: {note}")
-    initial = _initial(plan, resumes=folder is not None)
+    initial: Weights | None = None
+    with suppress(*([ExperimentError] if folder is not None else [])):  # they may be gone, see `planning`
+        initial = find_initial(plan.experiment)
     shown: list[Result] = []
     folders: list[Path] = []
     try:
@@ -283,16 +285,6 @@ def invoked(
             elif not terminal.progress.quiet and is_kept(ended):  # else the error names the folder
                 with suppress(OSError, UsageError):  # the folder is gone, or the disk is full: the error says so
                     terminal.result.print(linked(places_of(ended)), soft_wrap=True)
-
-
-def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
-    """Find the weights that the trials start from; a run that resumes may go without, see `planning`."""
-    try:
-        return find_initial(plan.experiment)
-    except ExperimentError:
-        if not resumes:
-            raise
-        return None
 
 
 def _explain_way_on(

@@ -45,7 +45,7 @@ from pipeline.commands.sweep_trial import (
     stop_trials,
     train_trial,
 )
-from pipeline.drive.directions import judges, sweep_direction
+from pipeline.drive.directions import direction_of, judges
 from pipeline.drive.resume import check_same, earlier
 from pipeline.errors import Problem, ResourceError, TrainingError, UsageError, refusals
 from pipeline.experiment.load import ExperimentFile, override
@@ -87,7 +87,8 @@ def make(file: ExperimentFile) -> SweepPlan:
         message = f"is {list(parallel.worker_counts)}. Trials share the machine, so use one number."
         raise file.explain([Problem("parallel.workers", message)])
     with planning(file) as (allowed, resources):
-        direction = sweep_direction(sweep, judges(file.experiment, allowed=allowed))
+        known = judges(file.experiment, allowed=allowed)
+        direction = direction_of(sweep.metric, sweep.mode, key="sweep.metric", judges=known)
         concurrent, cpus = find_concurrency(file, resources, allowed=allowed, total=sweep.total, asked=sweep.concurrent)
         common[CPUS] = cpus
         if parallel.launcher == "ray" and parallel.cluster is not None:

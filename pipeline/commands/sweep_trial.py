@@ -23,7 +23,7 @@ import psutil
 from pydantic import ValidationError
 
 from pipeline.commands.options import say
-from pipeline.drive.directions import judges, sweep_direction
+from pipeline.drive.directions import direction_of, judges
 from pipeline.errors import PipelineError, ResourceError, Terminated, terminate
 from pipeline.experiment.load import ExperimentFile, override
 from pipeline.experiment.sweep import Parameter, Sweep
@@ -143,7 +143,9 @@ class SweptTrial(NamedTuple):
 def describe_in_a_line(file: ExperimentFile, sweep: Sweep, *, allowed: tuple[str, ...]) -> str:
     """Describe the sweep of a file in a line for ``pipeline check``, without the number of concurrent trials."""
     keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
-    count, ranking = describe_trials(sweep, sweep_direction(sweep, judges(file.experiment, allowed=allowed)))
+    known = judges(file.experiment, allowed=allowed)
+    direction = direction_of(sweep.metric, sweep.mode, key="sweep.metric", judges=known)
+    count, ranking = describe_trials(sweep, direction)
     return f"sweep of {count} over {keys}, {ranking}"
 
 
