@@ -70,8 +70,8 @@ def format_value(value: object) -> str:
 
 def parse(
     text: str, *, place: Callable[[int], str], depth: int = 0, in_shell: bool = False
-) -> tuple[Any, dict[str, int]]:
-    """Parse a YAML document; return its value (None if it is empty) and the line of every key.
+) -> tuple[Any, dict[str, int], list[Problem]]:
+    """Parse a YAML document; return its value (None if it is empty), the line of every key, and problems of values.
 
     Args:
         text: the document.
@@ -80,7 +80,7 @@ def parse(
         in_shell: True for a value on a command line, which may not be empty or have a comment.
 
     Raises:
-        ExperimentError: not YAML, duplicate keys, keys that aren't strings, tags, or too many values or levels.
+        ExperimentError: not YAML, or too many values or levels; of a value on a command line, also its problems.
     """
     reader = _Reader(place, in_shell=in_shell)
     try:
@@ -96,9 +96,9 @@ def parse(
         raise ExperimentError([Problem("", message, place(line))]) from None
     except RecursionError:
         raise ExperimentError([Problem("", f"nested deeper than {_DEEPEST} levels", place(1))]) from None
-    if reader.problems:
+    if in_shell and reader.problems:
         raise ExperimentError(reader.problems)
-    return value, reader.lines
+    return value, reader.lines, reader.problems
 
 
 class _Reader:

@@ -325,7 +325,7 @@ FAULTS = (
         "a YAML problem is swallowed",
         "all problems of a file at once",
         "pipeline/experiment/load.py",
-        "        raise places.explain([*found, *rejected])",
+        "        raise places.explain([*read.problems, *found, *rejected])",
         "        raise places.explain([*found, *rejected][:1])",
         ("tests/unit/test_load.py",),
     ),

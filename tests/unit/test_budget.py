@@ -28,15 +28,15 @@ LARGER_TODAY = {
     "": 1_186,
     "api": 493,
     "cli": 737,
-    "commands": 4_887,
+    "commands": 4_904,
     "data": 1_026,
-    "drive": 1_077,
-    "experiment": 3_394,
+    "drive": 1_082,
+    "experiment": 3_399,
     "launch": 1_965,
     "models": 408,
     "plan": 671,
     "protocol": 1_526,
-    "record": 1_739,
+    "record": 1_732,
     "results": 3_425,
     "strategies": 668,
     "tasks": 930,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_780
+TEST_LINES = 44_826
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
