@@ -20,6 +20,7 @@ import psutil
 from pipeline.commands.compared_runs import OF_RECORD, Question, Variant, make_result, name_variant, read_training
 from pipeline.commands.invocation import planning, refuse_outer_launcher
 from pipeline.drive.recorded_run import artifact, recorded
+from pipeline.drive.resume import find_runs, warn_of_damage
 from pipeline.errors import Problem, ResourceError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.reported import PREFIX, source_of
@@ -29,7 +30,7 @@ from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import visible_gpus
 from pipeline.protocol.events import Metrics, Point, RunOpened, Tagged
 from pipeline.record import journal, provenance
-from pipeline.record.folder import ENVIRONMENT_NAME, id_of, is_quick, read_status, runs_named
+from pipeline.record.folder import ENVIRONMENT_NAME, id_of, read_status
 from pipeline.record.runs import summarize_run
 from pipeline.record.screen import Terminal, write
 from pipeline.results import mlflow_names, page, record, texts
@@ -101,13 +102,15 @@ def find_same(file: ExperimentFile, origin: Origin, *, hardware: str, turn: str,
         UsageError: one of them is still running.
     """
     wanted, complete, stopped, others = identify(file.experiment), dict[int, Path](), dict[int, Path](), 0
-    for folder, first in runs_named(Path(file.experiment.tracking.directory), name=file.experiment.name):
+    for folder, first in find_runs(file.experiment):
         seed = first.params.get("seed", "")
-        if not seed.isdecimal() or int(seed) not in seeds or int(seed) in complete or is_quick(first):
+        if not seed.isdecimal() or int(seed) not in seeds or int(seed) in complete:
             continue
-        sessions = [
-            one for one in journal.marked(folder / journal.FILE_NAME, "run_opened") if isinstance(one, RunOpened)
-        ]
+        try:
+            sessions = [one for one in journal.read(folder / journal.FILE_NAME) if isinstance(one, RunOpened)]
+        except UsageError as error:
+            warn_of_damage(str(error))
+            continue
         aside = OF_RECORD if _CORES in wanted else (*OF_RECORD, _CORES)
         if any({k: v for k, v in one.params.items() if not k.startswith(aside)} != wanted for one in sessions):
             continue
@@ -447,7 +450,7 @@ def _record(result: Result, comparison: Comparison, *, terminal: Terminal) -> Re
 def _find_look(result: Result, comparison: Comparison) -> str | None:
     """Return a note if the same was answered before from fewer pairs."""
     experiment, pairs = comparison.variants[0].file.experiment, result.fact("pairs")
-    for folder, opened in runs_named(Path(experiment.tracking.directory), name=experiment.name, role="compare"):
+    for folder, opened in find_runs(experiment, role="compare"):
         if opened.tags.get(COMPARISON) != comparison.key:
             continue
         try:

@@ -70,7 +70,7 @@ def run(
         if earlier is not None:
             file, kept = recovery.with_batch_of(file, earlier)
             changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
-            changes += recovery.describe_newer(file, earlier) if resume == LATEST else []
+            changes += [f"--resume continues {earlier.folder.name}"] if resume == LATEST else []
         plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick, resumes=earlier is not None)
         plan = plan.model_copy(update={"notes": (*plan.notes, *changes)})
         folder = earlier.folder if earlier else None
