@@ -232,6 +232,8 @@ def find(text: str, directory: Path) -> Path:
     Raises:
         UsageError: no run matches, or several do; or the journal of the newest one is damaged.
     """
+    if not text:
+        raise UsageError("the name of a run is empty. Name a run, or latest.")
     there = folders(directory)
     if text == LATEST and there:
         started = (folder for folder in reversed(there) if journal.opened(folder / journal.FILE_NAME) is not None)
@@ -243,7 +245,7 @@ def find(text: str, directory: Path) -> Path:
     if sweep and is_trial(trial) and _is_run(folder := find(sweep, directory) / trial):
         return folder
     names = [folder.name for folder in there]
-    found = [name for name in names if name.startswith(text)] or [name for name in names if text and text in name]
+    found = [name for name in names if name.startswith(text)] or [name for name in names if text in name]
     if len(found) == 1:
         return directory / found[0]
     if found:
