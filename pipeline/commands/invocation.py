@@ -270,7 +270,7 @@ def invoked(
                     yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
                 except (KeyboardInterrupt, TrainingError) as error:
                     if again and is_kept(recorder.folder):
-                        note = _explain_way_on(error, again, plan, file=file, folder=recorder.folder)
+                        note = explain_way_on(error, again, plan, file=file, folder=recorder.folder)
                         error.add_note(note) if note else None
                     raise
     finally:
@@ -287,10 +287,10 @@ def invoked(
                     terminal.result.print(linked(places_of(ended)), soft_wrap=True)
 
 
-def _explain_way_on(
+def explain_way_on(
     error: KeyboardInterrupt | TrainingError, verb: Sequence[str], plan: Plan, *, file: ExperimentFile, folder: Path
 ) -> str:
-    """Return how to go on with a run that made a step; an outer launcher ends the job when a rank fails: then, too."""
+    """Return how to go on with a run that made a step: after a failure of its own training, from a checkpoint."""
     way = way_on(verb, file=file, run=folder.name)
     if is_complete(plan, folder):
         if (folder / record.FILE_NAME).is_file():
@@ -298,7 +298,8 @@ def _explain_way_on(
         return f"the training is complete, only its report is missing; {way}"
     if isinstance(error, KeyboardInterrupt) and file.experiment.checkpoint.keep == 0:
         return "there is no checkpoint to continue from, since checkpoint.keep is 0"
-    return way if isinstance(error, KeyboardInterrupt) or outer_launcher() is not None else ""
+    has_checkpoint = any(True for _ in journal.marked(folder / FILE_NAME, "checkpoint_saved"))
+    return way if isinstance(error, KeyboardInterrupt) or has_checkpoint or outer_launcher() is not None else ""
 
 
 def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:
