@@ -13,6 +13,7 @@ import pytest
 from samples import finished, spread
 
 from pipeline.commands.list import format_age, format_runs
+from pipeline.commands.options import summary_of
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
@@ -110,6 +111,10 @@ def test_a_run_is_running_while_its_journal_is_open_and_a_damaged_line_does_not_
     (folder / FILE_NAME).write_bytes(lines[0] + b'{"speedup": oh no}\n' + b"".join(lines[1:]))
     (summary,) = runs.summaries(tmp_path)
     assert (summary.status, summary.speedup) == ("KILLED", 1.5)
+
+    (folder / FILE_NAME).write_bytes(b"{}\n" + b"".join(lines[1:]))
+    with pytest.raises(UsageError, match=r"events\.jsonl:1: this line is damaged\. Remove the run"):
+        summary_of(folder.name, tmp_path)
 
 
 LONG = "20260301-110000-a-long-name-of-an-experiment-bbbb"
