@@ -17,7 +17,7 @@ from cookiecutter.prompt import choose_nested_template, prompt_for_config
 from jinja2 import TemplateError
 
 from pipeline.commands.options import say
-from pipeline.errors import UsageError
+from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.wording import did_you_mean
 
 _CONTEXT = "cookiecutter.json"
@@ -121,17 +121,19 @@ def _parse(settings: Sequence[str], template: Path) -> dict[str, str]:
     asked, answers, problems = questions(template), dict[str, str](), []
     for setting in settings:
         key, equals, value = setting.partition("=")
+        message = ""
         if not equals:
-            problems.append(f"--set {setting}: no value; write --set {key}=VALUE")
+            message = f"no value; write --set {key}=VALUE"
         elif key not in asked:
             hint, known = did_you_mean(key, asked), ", ".join(asked)
-            problems.append(f"--set {setting}: {template.name} has no question {key}{hint}; its questions are {known}")
+            message = f"{template.name} has no question {key}{hint}; its questions are {known}"
         elif (allowed := asked[key]) and value not in allowed:
             hint = did_you_mean(value, allowed)
-            problems.append(f"--set {setting}: {value!r} is not a choice{hint}; choose one of {', '.join(allowed)}")
+            message = f"{value!r} is not a choice{hint}; choose one of {', '.join(allowed)}"
+        problems += [Problem("", message, f"--set {setting}")] if message else []
         answers[key] = value
     if problems:
-        raise UsageError("\n".join(problems))
+        raise ExperimentError(problems)
     return answers
 
 

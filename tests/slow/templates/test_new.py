@@ -14,7 +14,7 @@ from baking import REPOSITORY, bake, command, git, succeed
 
 from pipeline.commands import new
 from pipeline.commands.new import create
-from pipeline.errors import UsageError
+from pipeline.errors import PipelineError, UsageError
 
 CHECKOUT = {"PYTHONPATH": str(REPOSITORY)}
 
@@ -45,16 +45,17 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_wrong_answers_name_what_is_allowed(tmp_path: Path, settings: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(said)):
+    with pytest.raises(PipelineError, match=re.escape(said)):
         create("ddp-project", tmp_path / "mine", settings, no_input=True)
 
     assert list(tmp_path.iterdir()) == []
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(PipelineError) as caught:
         create("ddp-project", tmp_path / "mine", ["data=x", "nothing=1", "docker=x"], no_input=True)
-    assert len(str(caught.value).splitlines()) == 3
+    assert len(caught.value.messages) == 3
+    assert all(message.startswith("--set ") for message in caught.value.messages)
 
 
 def test_an_unknown_template_names_those_there_are(tmp_path: Path) -> None:
