@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
-from pipeline.experiment import jsonschema, keys, references, sweep, yaml_text
+from pipeline.errors import ExperimentError, Problem, UsageError
+from pipeline.experiment import keys, references, sweep, yaml_text
 from pipeline.experiment.consistency import contradictions
 from pipeline.experiment.problems import describe_value, find_problems
 from pipeline.experiment.schema import Experiment
@@ -159,20 +159,6 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
     if found:
         raise ExperimentError(found)
     return _check(_IN_PYTHON, _extend(Source(_copy(values)), name=_IN_PYTHON, folder=Path()), overrides)
-
-
-def list_keys(file: Path | None = None) -> list[str]:
-    """Return the dotted keys of all values in the schema, and in a file, whose components have arguments."""
-    known = [
-        f"{k}._target_" if jsonschema.is_component(jsonschema.at(keys.split(k))) else k for k in jsonschema.all_keys()
-    ]
-    try:
-        tree = _read(str(file)).tree if file is not None else {}
-    except PipelineError:
-        tree = {}
-    known += [keys.join(parts) for parts, _ in keys.walk(tree) if parts and all(isinstance(p, str) for p in parts)]
-    sections = {key for inner in known for key in list(keys.ancestors(inner))[2:]}  # the first two are the key itself
-    return [key for key in dict.fromkeys(known) if key not in sections]
 
 
 def override(key: str, value: object) -> str:

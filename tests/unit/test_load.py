@@ -19,7 +19,7 @@ from pipeline.commands.invocation import way_on
 from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.experiment import jsonschema, keys
 from pipeline.experiment.jsonschema import experiment_json_schema
-from pipeline.experiment.load import ExperimentFile, list_keys, load
+from pipeline.experiment.load import ExperimentFile, load
 from pipeline.experiment.references import explain_unknown, fill_in
 from pipeline.experiment.schema import Experiment, Metric
 from pipeline.experiment.summary import config_hash, flatten, to_yaml
@@ -560,30 +560,3 @@ class TestRoundTrips:
         again = read(to_yaml(experiment)).experiment
         assert again == experiment
         assert config_hash(again) == config_hash(experiment)
-
-
-# Keys, as completed in a shell
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_keys_are_those_of_the_schema_and_of_the_file() -> None:
-    known = list_keys(ROOT / "experiments" / "mlp.yaml")
-    assert {"train.epochs", "parallel.options", "model._target_", "model.hidden", "loader.num_workers"} <= set(known)
-    assert not {"train", "model", "parallel"} & set(known)
-    assert len(known) == len(set(known))
-
-
-@pytest.mark.parametrize("content", [None, b"a: [", b"\xff\xfe", b"- 1"])
-def test_a_file_that_cannot_be_read_or_has_no_end_adds_no_keys(tmp_path: Path, content: bytes | None) -> None:
-    file = tmp_path / "broken.yaml"
-    if content is not None:
-        file.write_bytes(content)
-    assert "train.epochs" in list_keys(file)
-    assert "train.epochs" in list_keys(Path("/dev/zero"))
-
-
-def test_keys_of_the_file_that_one_extends_are_known(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("model: {_target_: pipeline.models.MLP, hidden: [8]}\n")
-    (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
-    assert "model.hidden" in list_keys(tmp_path / "own.yaml")
