@@ -1,13 +1,10 @@
 """``pipeline check``: experiments are checked one after the other, by two real steps."""
 
 import faulthandler
-import gc
-import importlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -17,12 +14,9 @@ from pipeline.commands.options import Json, print_json, say, show
 from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
-from pipeline.launch.torchrun import find_libraries
 from pipeline.record.console import progress_on, stages_on
 from pipeline.record.screen import OptionalConsole
 from pipeline.system import begin_stage, end_stage, undisturbed
-
-_PRELOADED = ("pipeline.worker", "torch._dynamo")
 
 
 class CheckResult(NamedTuple):
@@ -56,9 +50,9 @@ def check(
     errors: dict[str, PipelineError] = {}
     console = OptionalConsole(highlight=False, stderr=True, quiet=quiet)
     with stages_on(OptionalConsole(quiet=True) if as_json else console):
-        for file, check_this in iter_checks(files, overrides, with_data=data):
+        for file in files:
             with progress_on(console):
-                found = check_this()
+                found = check_file(file, overrides, with_data=data)
             end_stage()
             if found.error is not None:
                 show(found.error)
@@ -79,54 +73,21 @@ def list_problems(error: PipelineError | None) -> list[dict[str, str]]:
     return [problem._asdict() for problem in problems]
 
 
-def check_file(file: ExperimentFile, *, with_data: bool) -> CheckResult:
-    """Check an experiment; what it prints is dropped.
-
-    Args:
-        file: the experiment.
-        with_data: True to load its data and weights, and to try a batch.
-    """
+def check_file(name: str, overrides: Sequence[str], *, with_data: bool) -> CheckResult:
+    """Check a file; what its code prints is dropped. With ``with_data`` load its data and weights, and try a batch."""
     with suppress(OSError, ValueError):  # where standard error is no file
         faulthandler.enable()  # a crash in native code ends the command, with its stack
+    begin_stage(f"checking {name}")
     try:
+        file = load(name, overrides)
+        with undisturbed():
+            import pipeline.worker  # noqa: F401 - and torch with it
         with redirect_stdout(io.StringIO()):
-            begin_stage(f"checking {file.path}")
             return _check(file, with_data=with_data)
     except TrainingError as error:
-        return CheckResult(TrainingError(f"{file.path}: {error}", error.details))
+        return CheckResult(TrainingError(f"{name}: {error}", error.details))
     except PipelineError as error:
         return CheckResult(error)
-
-
-def iter_checks(
-    names: Sequence[str], overrides: Sequence[str] = (), *, with_data: bool
-) -> Iterator[tuple[str, Callable[[], CheckResult]]]:
-    """Yield files with a function that checks them, see `check_file`; torch is imported if one can be read."""
-    loaded: dict[str, ExperimentFile | PipelineError] = {}
-    for name in names:
-        try:
-            loaded[name] = load(name, overrides)
-        except PipelineError as error:
-            loaded[name] = error
-    _preload([file for file in loaded.values() if isinstance(file, ExperimentFile)])
-    for name, file in loaded.items():
-        if isinstance(file, ExperimentFile):
-            yield name, partial(check_file, file, with_data=with_data)
-        else:
-            yield name, partial(CheckResult, file)
-
-
-def _preload(files: Sequence[ExperimentFile]) -> None:
-    """Import what the checks of files need."""
-    if not files:
-        return
-    begin_stage("importing torch")
-    with undisturbed():
-        for module in (*_PRELOADED, *dict.fromkeys(name for file in files for name in find_libraries(file.experiment))):
-            with suppress(Exception):  # the check reports it
-                importlib.import_module(module)
-    gc.freeze()  # a collection would look through all of it
-    end_stage()
 
 
 def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:

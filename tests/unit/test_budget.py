@@ -28,10 +28,10 @@ LARGER_TODAY = {
     "": 1_186,
     "api": 493,
     "cli": 724,
-    "commands": 4_904,
+    "commands": 4_865,
     "data": 1_026,
     "drive": 1_082,
-    "experiment": 3_385,
+    "experiment": 3_360,
     "launch": 1_965,
     "models": 408,
     "plan": 671,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_799
+TEST_LINES = 44_788
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
