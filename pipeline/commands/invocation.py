@@ -197,7 +197,7 @@ class Invocation:
         for trial, tags in mlflow_names.tags(result).items():
             if trial in at:
                 self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
-        self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws else {})
+        self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws and result.all_facts else {})
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
 

@@ -27,8 +27,8 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "": 1_186,
     "api": 493,
-    "cli": 724,
-    "commands": 4_865,
+    "cli": 722,
+    "commands": 4_848,
     "data": 1_026,
     "drive": 1_082,
     "experiment": 3_360,
