@@ -11,10 +11,8 @@ from typing import Annotated, Any, NamedTuple
 
 import click
 import typer
-from cookiecutter.exceptions import CookiecutterException
 from cookiecutter.generate import generate_context, generate_files
 from cookiecutter.prompt import choose_nested_template, prompt_for_config
-from jinja2 import TemplateError
 
 from pipeline.commands.options import say
 from pipeline.errors import ExperimentError, Problem, UsageError
@@ -80,11 +78,7 @@ def create(name: str | None, directory: Path | None, settings: Sequence[str], *,
         raise UsageError(
             "the questions were not answered; add --no-input for the defaults, and --set KEY=VALUE"
         ) from None
-    except (CookiecutterException, TemplateError, ValueError) as error:  # so are json's
-        raise UsageError(_explain_broken(error)) from error
     except OSError as error:
-        if root() in Path(str(error.filename)).parents:
-            raise UsageError(_explain_broken(error)) from error
         raise UsageError(f"{directory}: can't be written: {error.strerror}; name another directory") from error
     return Created(place, hook.next_commands(os.path.relpath(place)), hook.commit(place, template.name))
 
@@ -94,11 +88,6 @@ def root() -> Path:
     package = Path(__file__).parents[1]
     installed = package / "_templates"
     return installed if installed.is_dir() else package.parent / "templates"
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of all templates; the first is the default."""
-    return tuple(_read(root() / _CONTEXT)["templates"])
 
 
 def questions(template: Path) -> dict[str, tuple[str, ...]]:
@@ -165,17 +154,8 @@ def _import(path: Path) -> ModuleType:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    if not isinstance(content, dict) or (file.parent == root() and not isinstance(content.get("templates"), dict)):
-        raise ValueError(f"{file} lists no templates or questions")
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
-
-
-def _explain_broken(error: Exception) -> str:
-    return f"{error}; the templates are broken, install ddp-pipeline again or restore the file"
 
 
 def _check_free(place: Path) -> None:
