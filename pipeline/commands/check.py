@@ -23,8 +23,6 @@ class CheckResult(NamedTuple):
     """Problems and notes of a check."""
 
     error: PipelineError | None = None
-    sweep: str = ""
-    """The file's sweep in a line; empty without one."""
     skipped: str = ""
     """Why no batch was tried, in a sentence; empty if one was."""
 
@@ -59,7 +57,7 @@ def check(
                 errors[file] = found.error
             elif not quiet:
                 skipped = f"\n  No batch was tried. {found.skipped}" if found.skipped else ""
-                say(f"{file}: ok{f'; {found.sweep}' if found.sweep else ''}{skipped}", err=as_json)
+                say(f"{file}: ok{skipped}", err=as_json)
     if as_json:
         listed = [{"file": file, "problems": list_problems(errors.get(file))} for file in files]
         print_json(json.dumps(listed, indent=2))
@@ -105,8 +103,4 @@ def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data:
         preflight.try_steps(file, allowed=allowed, receive=lambda _: None)
-    if file.experiment.sweep is None:
-        return CheckResult(skipped=skipped)
-    from pipeline.commands.sweep_trial import describe_in_a_line
-
-    return CheckResult(sweep=describe_in_a_line(file, file.experiment.sweep, allowed=allowed), skipped=skipped)
+    return CheckResult(skipped=skipped)

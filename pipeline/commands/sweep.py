@@ -31,7 +31,6 @@ from pipeline.commands.sweep_trial import (
     SweptTrial,
     best_of,
     describe_device,
-    describe_trials,
     find_concurrency,
     find_trial,
     find_trials,
@@ -132,8 +131,11 @@ def describe(plan: SweepPlan) -> str:
     trial, sweep = plan.plan.main, plan.sweep
     asha = f"; ASHA continues 1 in {sweep.asha.reduction_factor} trials" if sweep.asha else ""
     each = f"each {trial.title} with {trial.launcher}, {describe_device(trial)}"
+    is_product = sweep.combinations > 1 and sweep.trials > 1
+    product = f" ({sweep.trials} draws x {sweep.combinations} combinations of the grids)" if is_product else ""
+    good = "lower is better" if plan.direction == "min" else "higher is better"
     lines = [
-        f"sweep        {', '.join(describe_trials(sweep, plan.direction))}",
+        f"sweep        {counted(sweep.total, 'trial')}{product}, ranked by {sweep.metric} ({good})",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{asha}",
         f"machine      {plan.plan.resources.summary}",

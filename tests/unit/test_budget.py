@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_186,
     "api": 493,
     "cli": 722,
-    "commands": 4_828,
+    "commands": 4_806,
     "data": 1_026,
     "drive": 1_082,
     "experiment": 3_360,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_763
+TEST_LINES = 44_757
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
