@@ -197,15 +197,11 @@ class Invocation:
         for trial, tags in mlflow_names.tags(result).items():
             if trial in at:
                 self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
-        self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws and result.all_facts else {})
+        if draws and result.all_facts:
+            (self.folder / TABLE_NAME).write_text(mlflow_names.table_json(result), encoding="utf-8")
+            artifact(TABLE_NAME, self.recorder)
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
-
-    def save(self, files: Mapping[str, str]) -> None:
-        """Write texts by file name into the run's folder, as artifacts. Call it last: the disk may be full."""
-        for name, text in files.items():
-            (self.folder / name).write_text(text, encoding="utf-8")
-            artifact(name, self.recorder)
 
     @contextmanager
     def unharmed(self, what: str) -> Iterator[None]:
