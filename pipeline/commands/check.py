@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -17,14 +17,6 @@ from pipeline.experiment.load import ExperimentFile, load
 from pipeline.record.console import progress_on, stages_on
 from pipeline.record.screen import OptionalConsole
 from pipeline.system import begin_stage, end_stage, undisturbed
-
-
-class CheckResult(NamedTuple):
-    """Problems and notes of a check."""
-
-    error: PipelineError | None = None
-    skipped: str = ""
-    """Why no batch was tried, in a sentence; empty if one was."""
 
 
 def check(
@@ -49,15 +41,16 @@ def check(
     console = OptionalConsole(highlight=False, stderr=True, quiet=quiet)
     with stages_on(OptionalConsole(quiet=True) if as_json else console):
         for file in files:
-            with progress_on(console):
-                found = check_file(file, overrides, with_data=data)
+            try:
+                with progress_on(console):
+                    skipped = check_file(file, overrides, with_data=data)
+            except PipelineError as error:
+                show(error)
+                errors[file] = error
+                continue
             end_stage()
-            if found.error is not None:
-                show(found.error)
-                errors[file] = found.error
-            elif not quiet:
-                skipped = f"\n  No batch was tried. {found.skipped}" if found.skipped else ""
-                say(f"{file}: ok{skipped}", err=as_json)
+            if not quiet:
+                say(f"{file}: ok" + (f"\n  No batch was tried. {skipped}" if skipped else ""), err=as_json)
     if as_json:
         listed = [{"file": file, "problems": list_problems(errors.get(file))} for file in files]
         print_json(json.dumps(listed, indent=2))
@@ -71,8 +64,12 @@ def list_problems(error: PipelineError | None) -> list[dict[str, str]]:
     return [problem._asdict() for problem in problems]
 
 
-def check_file(name: str, overrides: Sequence[str], *, with_data: bool) -> CheckResult:
-    """Check a file; what its code prints is dropped. With ``with_data`` load its data and weights, and try a batch."""
+def check_file(name: str, overrides: Sequence[str], *, with_data: bool) -> str:
+    """Check a file, with its data and weights and with a batch if asked to; what its code prints is dropped.
+
+    Returns:
+        Why no batch was tried, in a sentence; empty if one was.
+    """
     with suppress(OSError, ValueError):  # where standard error is no file
         faulthandler.enable()  # a crash in native code ends the command, with its stack
     begin_stage(f"checking {name}")
@@ -83,12 +80,10 @@ def check_file(name: str, overrides: Sequence[str], *, with_data: bool) -> Check
         with redirect_stdout(io.StringIO()):
             return _check(file, with_data=with_data)
     except TrainingError as error:
-        return CheckResult(TrainingError(f"{name}: {error}", error.details))
-    except PipelineError as error:
-        return CheckResult(error)
+        raise TrainingError(f"{name}: {error}", error.details) from error
 
 
-def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
+def _check(file: ExperimentFile, *, with_data: bool) -> str:
     from pipeline.drive import preflight
 
     try:
@@ -103,4 +98,4 @@ def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data:
         preflight.try_steps(file, allowed=allowed, receive=lambda _: None)
-    return CheckResult(skipped=skipped)
+    return skipped

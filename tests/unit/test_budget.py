@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_186,
     "api": 493,
     "cli": 722,
-    "commands": 4_806,
+    "commands": 4_797,
     "data": 1_026,
     "drive": 1_082,
     "experiment": 3_360,
