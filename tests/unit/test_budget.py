@@ -27,7 +27,7 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "": 1_186,
     "api": 493,
-    "cli": 722,
+    "cli": 717,
     "commands": 4_797,
     "data": 1_026,
     "drive": 1_082,
@@ -37,7 +37,7 @@ LARGER_TODAY = {
     "plan": 671,
     "protocol": 1_526,
     "record": 1_732,
-    "results": 3_405,
+    "results": 3_400,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_717,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_757
+TEST_LINES = 44_758
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
