@@ -20,6 +20,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from pipeline.commands.options import interruptible, show
 from pipeline.errors import PipelineError, UsageError, interrupt
 from pipeline.system import hang_up, importable, missing_user_variables
+from pipeline.wording import nearest
 
 _DISTRIBUTION = "ddp-pipeline"
 _SHOWN = ("torch", "ray", "mlflow")
@@ -195,31 +196,17 @@ def _format_examples(examples: Sequence[str]) -> str:
 
 
 def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:
-    """Reject a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``."""
-    file = next((Path(word) for word in words if not word.startswith("-")), None)
+    """Reject a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--lr=0.1``."""
     for word, following in zip(words, [*words, "-"][1:], strict=True):
         name, equals, value = word.partition("=")
         if word == "--":
             return
-        if not word.startswith("--") or name in options or not (key := _key(name, file=file)):
-            continue
+        if not word.startswith("--") or name in options or nearest(name, options, cutoff=0.7):
+            continue  # click names the option that was probably meant
         if not (equals or following.startswith("-") or "=" in following):
             word, value = f"{word} {following}", following
+        key = name.lstrip("-").replace("-", "_")
         raise UsageError(f"{word}: not an option. Write {key}={value or 'VALUE'}, without dashes.")
-
-
-def _key(option: str, *, file: Path | None) -> str:
-    """Return the key that an unknown option means; empty if there is no such key, or several."""
-    key = option.lstrip("-").replace("-", "_")
-    if "." in key:  # if it is also unknown without dashes, the next message says so
-        return key
-    from pipeline.experiment import load
-
-    known = [each for each in load.list_keys(file) if "[" not in each]
-    if any(each == key or each.startswith(f"{key}.") for each in known):
-        return key
-    meant = [each for each in known if each.rpartition(".")[2] == key]
-    return meant[0] if len(meant) == 1 else ""
 
 
 def _hide_types(parameters: list[Any]) -> list[Any]:

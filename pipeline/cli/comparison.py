@@ -22,7 +22,7 @@ from pipeline.commands.options import (
     summary_of,
     with_address,
 )
-from pipeline.errors import TrainingError, UsageError
+from pipeline.errors import UsageError
 from pipeline.system import begin_stage, end_stage, undisturbed
 
 if TYPE_CHECKING:
@@ -112,7 +112,14 @@ def compare(
         wrong = [option for option, value in for_files.items() if value is not None]
         if wrong:
             raise UsageError(f"{wrong[0]} trains experiment files. No file is named, only: {' '.join(words)}")
-        _print(_compare_runs(words, asked, directory=directory), as_json=as_json, quiet=quiet, verbose=verbose)
+        from pipeline.record.screen import Terminal
+        from pipeline.results.terminal import print_result
+
+        result = _compare_runs(words, asked, directory=directory)
+        if as_json:
+            print_json(result.model_dump_json(indent=1))
+        else:
+            print_result(result, terminal=Terminal.of(quiet=quiet), is_verbose=verbose)
         return
     overrides = [word for word in words if not is_file(word)]
     if other := next((word for word in overrides if "=" not in word), ""):
@@ -128,7 +135,7 @@ def compare(
         raise UsageError("--directory is for recorded runs. For files, set tracking.directory=FOLDER.")
     if target is not None and concurrent > 1:
         raise UsageError(f"--target compares times, so trainings run one at a time. Remove --concurrent {concurrent}.")
-    with consoles(as_json=True, quiet=quiet) as terminal:
+    with consoles(as_json=as_json, quiet=quiet, prints=dry_run) as terminal:
         begin_stage("reading the experiments")
         from pipeline.experiment.variant_files import read_variants
 
@@ -144,21 +151,12 @@ def compare(
         if dry_run:
             say(comparison.describe())
             return
-        result, failed = compare_files(comparison, terminal=terminal, verbose=verbose)
-    _print(result, as_json=as_json, quiet=quiet, verbose=verbose)
-    if failed:
-        raise TrainingError(f"{failed}. The same command trains again what failed")
-
-
-def _print(result: "Result", *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Print a result on standard output."""
-    from pipeline.record.screen import Terminal
-    from pipeline.results.terminal import print_result
-
-    if as_json:
-        print_json(result.model_dump_json(indent=1))
-    else:
-        print_result(result, terminal=Terminal.of(quiet=quiet), is_verbose=verbose)
+        compare_files(
+            comparison,
+            terminal=terminal,
+            verbose=verbose,
+            show=lambda result, _: print_json(result.model_dump_json(indent=1)) if as_json else None,
+        )
 
 
 def _parse_target(text: str | None) -> float | None:

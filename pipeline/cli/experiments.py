@@ -1,6 +1,5 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +28,7 @@ from pipeline.commands.options import (
 from pipeline.system import begin_stage, end_stage, undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.experiment.load import ExperimentFile
+    pass
 
 
 def run(
@@ -51,8 +50,20 @@ def run(
     given = with_address(overrides, address)
     with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
         if dry_run:
-            extent = {"with_baseline": baseline, "train_only": train_only, "quick": quick}
-            _print_plan(experiment, extent=extent, as_json=as_json, quiet=quiet)
+            from pipeline.record.console import progress_on
+            from pipeline.record.screen import OptionalConsole
+
+            begin_stage("importing torch")
+            with undisturbed():
+                from pipeline.commands import run as runner
+
+            with progress_on(OptionalConsole(highlight=False, stderr=True, quiet=quiet)):  # of a download of its data
+                plan = runner.dry_run(
+                    experiment, with_baseline=baseline, train_only=train_only, quick=quick, as_json=as_json
+                )
+            end_stage()
+            if plan:
+                (print_json if as_json else say)(plan)
             return
         with head_start(experiment, verbose=verbose):
             from pipeline.commands import run as runner
@@ -68,22 +79,6 @@ def run(
                 resume=resume,
                 allow_changed=allow_changed,
             )
-
-
-def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_json: bool, quiet: bool) -> None:
-    """Print the plan of a run; a download of its data shows its progress."""
-    from pipeline.record.console import progress_on
-    from pipeline.record.screen import OptionalConsole
-
-    begin_stage("importing torch")
-    with undisturbed():
-        from pipeline.commands import run as runner
-
-    with progress_on(OptionalConsole(highlight=False, stderr=True, quiet=quiet)):
-        plan = runner.dry_run(experiment, **extent, as_json=as_json)
-    end_stage()
-    if plan:
-        (print_json if as_json else say)(plan)
 
 
 def benchmark(

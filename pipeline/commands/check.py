@@ -1,15 +1,12 @@
 """``pipeline check``: experiments are checked one after the other, by two real steps."""
 
 import faulthandler
-import gc
-import importlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -17,22 +14,9 @@ from pipeline.commands.options import Json, print_json, say, show
 from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
-from pipeline.launch.torchrun import find_libraries
 from pipeline.record.console import progress_on, stages_on
 from pipeline.record.screen import OptionalConsole
 from pipeline.system import begin_stage, end_stage, undisturbed
-
-_PRELOADED = ("pipeline.worker", "torch._dynamo")
-
-
-class CheckResult(NamedTuple):
-    """Problems and notes of a check."""
-
-    error: PipelineError | None = None
-    sweep: str = ""
-    """The file's sweep in a line; empty without one."""
-    skipped: str = ""
-    """Why no batch was tried, in a sentence; empty if one was."""
 
 
 def check(
@@ -56,16 +40,17 @@ def check(
     errors: dict[str, PipelineError] = {}
     console = OptionalConsole(highlight=False, stderr=True, quiet=quiet)
     with stages_on(OptionalConsole(quiet=True) if as_json else console):
-        for file, check_this in iter_checks(files, overrides, with_data=data):
-            with progress_on(console):
-                found = check_this()
+        for file in files:
+            try:
+                with progress_on(console):
+                    skipped = check_file(file, overrides, with_data=data)
+            except PipelineError as error:
+                show(error)
+                errors[file] = error
+                continue
             end_stage()
-            if found.error is not None:
-                show(found.error)
-                errors[file] = found.error
-            elif not quiet:
-                skipped = f"\n  No batch was tried. {found.skipped}" if found.skipped else ""
-                say(f"{file}: ok{f'; {found.sweep}' if found.sweep else ''}{skipped}", err=as_json)
+            if not quiet:
+                say(f"{file}: ok" + (f"\n  No batch was tried. {skipped}" if skipped else ""), err=as_json)
     if as_json:
         listed = [{"file": file, "problems": list_problems(errors.get(file))} for file in files]
         print_json(json.dumps(listed, indent=2))
@@ -79,59 +64,26 @@ def list_problems(error: PipelineError | None) -> list[dict[str, str]]:
     return [problem._asdict() for problem in problems]
 
 
-def check_file(file: ExperimentFile, *, with_data: bool) -> CheckResult:
-    """Check an experiment; what it prints is dropped.
+def check_file(name: str, overrides: Sequence[str], *, with_data: bool) -> str:
+    """Check a file, with its data and weights and with a batch if asked to; what its code prints is dropped.
 
-    Args:
-        file: the experiment.
-        with_data: True to load its data and weights, and to try a batch.
+    Returns:
+        Why no batch was tried, in a sentence; empty if one was.
     """
     with suppress(OSError, ValueError):  # where standard error is no file
         faulthandler.enable()  # a crash in native code ends the command, with its stack
+    begin_stage(f"checking {name}")
     try:
+        file = load(name, overrides)
+        with undisturbed():
+            import pipeline.worker  # noqa: F401 - and torch with it
         with redirect_stdout(io.StringIO()):
-            begin_stage(f"checking {file.path}")
             return _check(file, with_data=with_data)
     except TrainingError as error:
-        return CheckResult(TrainingError(f"{file.path}: {error}", error.details))
-    except PipelineError as error:
-        return CheckResult(error)
+        raise TrainingError(f"{name}: {error}", error.details) from error
 
 
-def iter_checks(
-    names: Sequence[str], overrides: Sequence[str] = (), *, with_data: bool
-) -> Iterator[tuple[str, Callable[[], CheckResult]]]:
-    """Yield files with a function that checks them, see `check_file`; torch is imported if one can be read."""
-    loaded = {name: _load(name, overrides) for name in names}
-    _preload([file for file in loaded.values() if isinstance(file, ExperimentFile)])
-    for name, file in loaded.items():
-        if isinstance(file, ExperimentFile):
-            yield name, partial(check_file, file, with_data=with_data)
-        else:
-            yield name, partial(CheckResult, file)
-
-
-def _load(name: str, overrides: Sequence[str]) -> ExperimentFile | PipelineError:
-    try:
-        return load(name, overrides)
-    except PipelineError as error:
-        return error
-
-
-def _preload(files: Sequence[ExperimentFile]) -> None:
-    """Import what the checks of files need."""
-    if not files:
-        return
-    begin_stage("importing torch")
-    with undisturbed():
-        for module in (*_PRELOADED, *dict.fromkeys(name for file in files for name in find_libraries(file.experiment))):
-            with suppress(Exception):  # the check reports it
-                importlib.import_module(module)
-    gc.freeze()  # a collection would look through all of it
-    end_stage()
-
-
-def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
+def _check(file: ExperimentFile, *, with_data: bool) -> str:
     from pipeline.drive import preflight
 
     try:
@@ -146,13 +98,4 @@ def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data:
         preflight.try_steps(file, allowed=allowed, receive=lambda _: None)
-    return CheckResult(sweep=_describe_sweep(file, allowed=allowed), skipped=skipped)
-
-
-def _describe_sweep(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
-    """Describe the file's sweep, as far as it can be planned without a cluster; empty without a sweep."""
-    if file.experiment.sweep is None:
-        return ""
-    from pipeline.commands.sweep_trial import describe_in_a_line
-
-    return describe_in_a_line(file, file.experiment.sweep, allowed=allowed)
+    return skipped

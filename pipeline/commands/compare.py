@@ -18,8 +18,8 @@ from typing import IO, NamedTuple
 import psutil
 
 from pipeline.commands.compared_runs import OF_RECORD, Question, Variant, make_result, name_variant, read_training
-from pipeline.commands.invocation import planning, refuse_outer_launcher
-from pipeline.drive.recorded_run import artifact, recorded
+from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
+from pipeline.drive.resume import find_runs, warn_of_damage
 from pipeline.errors import Problem, ResourceError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.reported import PREFIX, source_of
@@ -27,12 +27,12 @@ from pipeline.experiment.schema import Experiment
 from pipeline.experiment.summary import flatten
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import visible_gpus
-from pipeline.protocol.events import Metrics, Point, RunOpened, Tagged
+from pipeline.protocol.events import RunOpened
 from pipeline.record import journal, provenance
-from pipeline.record.folder import ENVIRONMENT_NAME, id_of, is_quick, read_status, runs_named
+from pipeline.record.folder import ENVIRONMENT_NAME, read_status
 from pipeline.record.runs import summarize_run
 from pipeline.record.screen import Terminal, write
-from pipeline.results import mlflow_names, page, record, texts
+from pipeline.results import record, texts
 from pipeline.results.record import Result, Table
 from pipeline.system import kill_tree
 from pipeline.wording import approximate, counted, did_you_mean
@@ -101,13 +101,15 @@ def find_same(file: ExperimentFile, origin: Origin, *, hardware: str, turn: str,
         UsageError: one of them is still running.
     """
     wanted, complete, stopped, others = identify(file.experiment), dict[int, Path](), dict[int, Path](), 0
-    for folder, first in runs_named(Path(file.experiment.tracking.directory), name=file.experiment.name):
+    for folder, first in find_runs(file.experiment):
         seed = first.params.get("seed", "")
-        if not seed.isdecimal() or int(seed) not in seeds or int(seed) in complete or is_quick(first):
+        if not seed.isdecimal() or int(seed) not in seeds or int(seed) in complete:
             continue
-        sessions = [
-            one for one in journal.marked(folder / journal.FILE_NAME, "run_opened") if isinstance(one, RunOpened)
-        ]
+        try:
+            sessions = [one for one in journal.read(folder / journal.FILE_NAME) if isinstance(one, RunOpened)]
+        except UsageError as error:
+            warn_of_damage(str(error))
+            continue
         aside = OF_RECORD if _CORES in wanted else (*OF_RECORD, _CORES)
         if any({k: v for k, v in one.params.items() if not k.startswith(aside)} != wanted for one in sessions):
             continue
@@ -276,14 +278,17 @@ def _list_differing(settings: Sequence[Mapping[str, str]]) -> dict[str, tuple[st
     return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 
-def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool = False) -> tuple[Result, str]:
-    """Train what is missing, answer, and record the answer as a run of its own.
-
-    Returns:
-        The result, and what failed; empty if nothing did.
+def compare_files(
+    comparison: Comparison,
+    *,
+    terminal: Terminal,
+    verbose: bool = False,
+    show: Callable[[Result, Path], None] | None = None,
+) -> None:
+    """Train what is missing, and end in the answer, which is recorded as a run of its own.
 
     Raises:
-        PipelineError: ready to be shown, e.g. all trainings failed.
+        PipelineError: ready to be shown; TrainingError also after an answer, if some trainings failed.
     """
     there = comparison.find()
     tell, notes = partial(write, terminal.progress), list[str]()
@@ -333,7 +338,16 @@ def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool =
             "tables": (*result.tables, settings),
         }
     )
-    return _record(result, comparison, terminal=terminal), "; ".join(failures)
+    if (before := _find_look(result, comparison)) is not None:
+        result = result.model_copy(update={"notes": (before, *result.notes)})
+    tracking = first.file.experiment.tracking
+    tagged = tracking.model_copy(update={"tags": {**tracking.tags, COMPARISON: comparison.key}})
+    experiment = first.file.experiment.model_copy(update={"tracking": tagged})
+    plan = first.plan.model_copy(update={"command": "compare", "experiment": experiment, "notes": ()})
+    with invoked(plan, file=first.file, terminal=terminal, verbose=verbose, show=show) as invocation:
+        invocation.finish(result)
+    if failures:
+        raise TrainingError(f"{'; '.join(failures)}. The same command trains again what failed")
 
 
 def _train(
@@ -416,38 +430,10 @@ def _start(todo: _Todo, comparison: Comparison, *, gpus: Sequence[str], verbose:
     return _Process(todo.title, popen, output)
 
 
-def _record(result: Result, comparison: Comparison, *, terminal: Terminal) -> Result:
-    """Record the answer as a run, and return it with its places and a note if it was extended after a look."""
-    first = comparison.variants[0]
-    tracking = first.file.experiment.tracking
-    if (before := _find_look(result, comparison)) is not None:
-        result = result.model_copy(update={"notes": (before, *result.notes)})
-    tagged = tracking.model_copy(update={"tags": {**tracking.tags, COMPARISON: comparison.key}})
-    experiment = first.file.experiment.model_copy(update={"tracking": tagged})
-    plan = first.plan.model_copy(update={"command": "compare", "experiment": experiment})
-    with recorded(plan, terminal=terminal, source=first.file.source) as recorder:
-        folder = recorder.folder
-        places = (
-            ("Report", str(folder / page.FILE_NAME)),
-            ("More", "pipeline show latest --full    MLflow: pipeline ui"),
-        )
-        result = result.model_copy(update={"run": id_of(folder), "places": places})
-        recorder.summary = mlflow_names.describe(result)
-        points = [Point(name, 0, value) for name, value in mlflow_names.metrics(result).get("main", {}).items()]
-        recorder.receive(Metrics(step=0, epoch=0, points=tuple(points)))
-        recorder.receive(Tagged(run=id_of(folder), tags=mlflow_names.tags(result).get("main", {})))
-        record.save(result, folder)
-        about = {"Command": provenance.command(), "Hardware": result.hardware}
-        (folder / page.FILE_NAME).write_text(page.render(result, about=about), encoding="utf-8")
-        for name in (record.FILE_NAME, page.FILE_NAME):
-            artifact(name, recorder)
-    return result
-
-
 def _find_look(result: Result, comparison: Comparison) -> str | None:
     """Return a note if the same was answered before from fewer pairs."""
     experiment, pairs = comparison.variants[0].file.experiment, result.fact("pairs")
-    for folder, opened in runs_named(Path(experiment.tracking.directory), name=experiment.name, role="compare"):
+    for folder, opened in find_runs(experiment, role="compare"):
         if opened.tags.get(COMPARISON) != comparison.key:
             continue
         try:

@@ -197,15 +197,11 @@ class Invocation:
         for trial, tags in mlflow_names.tags(result).items():
             if trial in at:
                 self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
-        self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws else {})
+        if draws and result.all_facts:
+            (self.folder / TABLE_NAME).write_text(mlflow_names.table_json(result), encoding="utf-8")
+            artifact(TABLE_NAME, self.recorder)
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
-
-    def save(self, files: Mapping[str, str]) -> None:
-        """Write texts by file name into the run's folder, as artifacts. Call it last: the disk may be full."""
-        for name, text in files.items():
-            (self.folder / name).write_text(text, encoding="utf-8")
-            artifact(name, self.recorder)
 
     @contextmanager
     def unharmed(self, what: str) -> Iterator[None]:
@@ -244,7 +240,9 @@ def invoked(
     """
     for note in plan.notes:
         write(terminal.warnings, f"note: {note}")
-    initial = _initial(plan, resumes=folder is not None)
+    initial: Weights | None = None
+    with suppress(*([ExperimentError] if folder is not None else [])):  # they may be gone, see `planning`
+        initial = find_initial(plan.experiment)
     shown: list[Result] = []
     folders: list[Path] = []
     try:
@@ -268,7 +266,7 @@ def invoked(
                     yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
                 except (KeyboardInterrupt, TrainingError) as error:
                     if again and is_kept(recorder.folder):
-                        note = _explain_way_on(error, again, plan, file=file, folder=recorder.folder)
+                        note = explain_way_on(error, again, plan, file=file, folder=recorder.folder)
                         error.add_note(note) if note else None
                     raise
     finally:
@@ -285,20 +283,10 @@ def invoked(
                     terminal.result.print(linked(places_of(ended)), soft_wrap=True)
 
 
-def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
-    """Find the weights that the trials start from; a run that resumes may go without, see `planning`."""
-    try:
-        return find_initial(plan.experiment)
-    except ExperimentError:
-        if not resumes:
-            raise
-        return None
-
-
-def _explain_way_on(
+def explain_way_on(
     error: KeyboardInterrupt | TrainingError, verb: Sequence[str], plan: Plan, *, file: ExperimentFile, folder: Path
 ) -> str:
-    """Return how to go on with a run that made a step; an outer launcher ends the job when a rank fails: then, too."""
+    """Return how to go on with a run that made a step: after a failure of its own training, from a checkpoint."""
     way = way_on(verb, file=file, run=folder.name)
     if is_complete(plan, folder):
         if (folder / record.FILE_NAME).is_file():
@@ -306,7 +294,8 @@ def _explain_way_on(
         return f"the training is complete, only its report is missing; {way}"
     if isinstance(error, KeyboardInterrupt) and file.experiment.checkpoint.keep == 0:
         return "there is no checkpoint to continue from, since checkpoint.keep is 0"
-    return way if isinstance(error, KeyboardInterrupt) or outer_launcher() is not None else ""
+    has_checkpoint = any(True for _ in journal.marked(folder / FILE_NAME, "checkpoint_saved"))
+    return way if isinstance(error, KeyboardInterrupt) or has_checkpoint or outer_launcher() is not None else ""
 
 
 def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:

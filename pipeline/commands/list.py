@@ -94,12 +94,6 @@ def _speedup(run: RunSummary) -> str:
     with suppress(UsageError):  # a damaged result, as `show` says
         ended = record.read(run.folder)
     fact = ended.fact("speedup") if ended else None
-    if fact is None and run.speedup is not None:  # by the journal: of commands that do not end in a `Result` yet
-        ratio = run.ratio
-        state = "invalid" if "not valid" in run.verdict else "ok" if ratio is None or ratio.is_clear else "inconclusive"
-        fact = Fact(
-            key="speedup", value=run.speedup, low=run.speedup_ci_low, high=run.speedup_ci_high, unit="x", state=state
-        )
     if fact is None or fact.value is None:
         return _NONE
     return "inconclusive" if fact.state == "inconclusive" else format_fact(fact, with_interval=fact.is_wide)

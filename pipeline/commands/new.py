@@ -11,13 +11,11 @@ from typing import Annotated, Any, NamedTuple
 
 import click
 import typer
-from cookiecutter.exceptions import CookiecutterException
 from cookiecutter.generate import generate_context, generate_files
 from cookiecutter.prompt import choose_nested_template, prompt_for_config
-from jinja2 import TemplateError
 
 from pipeline.commands.options import say
-from pipeline.errors import UsageError
+from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.wording import did_you_mean
 
 _CONTEXT = "cookiecutter.json"
@@ -80,11 +78,7 @@ def create(name: str | None, directory: Path | None, settings: Sequence[str], *,
         raise UsageError(
             "the questions were not answered; add --no-input for the defaults, and --set KEY=VALUE"
         ) from None
-    except (CookiecutterException, TemplateError, ValueError) as error:  # so are json's
-        raise UsageError(_explain_broken(error)) from error
     except OSError as error:
-        if root() in Path(str(error.filename)).parents:
-            raise UsageError(_explain_broken(error)) from error
         raise UsageError(f"{directory}: can't be written: {error.strerror}; name another directory") from error
     return Created(place, hook.next_commands(os.path.relpath(place)), hook.commit(place, template.name))
 
@@ -94,11 +88,6 @@ def root() -> Path:
     package = Path(__file__).parents[1]
     installed = package / "_templates"
     return installed if installed.is_dir() else package.parent / "templates"
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of all templates; the first is the default."""
-    return tuple(_read(root() / _CONTEXT)["templates"])
 
 
 def questions(template: Path) -> dict[str, tuple[str, ...]]:
@@ -121,17 +110,19 @@ def _parse(settings: Sequence[str], template: Path) -> dict[str, str]:
     asked, answers, problems = questions(template), dict[str, str](), []
     for setting in settings:
         key, equals, value = setting.partition("=")
+        message = ""
         if not equals:
-            problems.append(f"--set {setting}: no value; write --set {key}=VALUE")
+            message = f"no value; write --set {key}=VALUE"
         elif key not in asked:
             hint, known = did_you_mean(key, asked), ", ".join(asked)
-            problems.append(f"--set {setting}: {template.name} has no question {key}{hint}; its questions are {known}")
+            message = f"{template.name} has no question {key}{hint}; its questions are {known}"
         elif (allowed := asked[key]) and value not in allowed:
             hint = did_you_mean(value, allowed)
-            problems.append(f"--set {setting}: {value!r} is not a choice{hint}; choose one of {', '.join(allowed)}")
+            message = f"{value!r} is not a choice{hint}; choose one of {', '.join(allowed)}"
+        problems += [Problem("", message, f"--set {setting}")] if message else []
         answers[key] = value
     if problems:
-        raise UsageError("\n".join(problems))
+        raise ExperimentError(problems)
     return answers
 
 
@@ -163,17 +154,8 @@ def _import(path: Path) -> ModuleType:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    if not isinstance(content, dict) or (file.parent == root() and not isinstance(content.get("templates"), dict)):
-        raise ValueError(f"{file} lists no templates or questions")
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
-
-
-def _explain_broken(error: Exception) -> str:
-    return f"{error}; the templates are broken, install ddp-pipeline again or restore the file"
 
 
 def _check_free(place: Path) -> None:

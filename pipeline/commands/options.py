@@ -198,11 +198,12 @@ def find_trained(run: str, directory: Path) -> Path:
 
 def summary_of(run: str, directory: Path) -> "RunSummary":
     """Find a run and summarize it."""
-    from pipeline.record import runs
+    from pipeline.record import journal, runs
     from pipeline.record.runs import summarize_run
 
     folder = runs.find(run, directory)
     if (summary := summarize_run(folder)) is None:
+        journal.opened(folder / journal.FILE_NAME)  # if it is damaged, the error says so
         raise UsageError(f"{folder}: this run ended before training started, so it has no result")
     return summary
 

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,8 @@ from pipeline.tracking.follow import describe_failure
 from pipeline.tracking.mlflow import delete_runs
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.tracking.store import sqlite_path, with_credentials
+
+_KEPT = "so no folder is removed. To delete only the folders, use --keep-mlflow."
 
 
 def remove(
@@ -74,12 +76,16 @@ def choose_failed(directory: Path) -> list[Path]:
     return [each for each, run in found if (run.status == "FAILED" if run else not any(each.rglob("*.pt")))]
 
 
-def delete(folders: Iterable[Path], *, keep_mlflow: bool) -> Iterator[Path]:
-    """Delete runs, and their runs in MLflow first; yield each that is gone."""
+def delete(folders: Sequence[Path], *, keep_mlflow: bool) -> Iterator[Path]:
+    """Delete runs, and their runs in MLflow first; yield each that is gone. Nothing is deleted before all can be."""
     for folder in folders:
         _check_ended(folder)
-        if not keep_mlflow and not folder.is_symlink():
-            _delete_from_mlflow(folder)
+    found = [] if keep_mlflow else [(each, _find_in_mlflow(each)) for each in folders if not each.is_symlink()]
+    for folder, place in found:
+        if place is not None:
+            _delete_from_mlflow(folder, *place)
+    for folder in folders:
+        _check_ended(folder)
         try:
             if folder.is_symlink():
                 folder.unlink()
@@ -99,16 +105,20 @@ def _check_ended(folder: Path) -> None:
         raise UsageError(f"{folder}: this run is running, so it is not removed. Remove it after it has ended.")
 
 
-def _delete_from_mlflow(folder: Path) -> None:
-    """Delete a run with its children in MLflow, where they can be restored."""
+def _find_in_mlflow(folder: Path) -> tuple[str, str] | None:
+    """Return the store of a run and its experiment there; None if MLflow does not have the run."""
     outcome, opened = TrackingOutcome.read(folder), journal.opened(folder / journal.FILE_NAME)
     if outcome is None or not outcome.run_id or opened is None:
-        return
+        return None
     uri = outcome.uri or opened.tracking_uri
-    remedy = "so the folder is kept. To delete the folder alone, use --keep-mlflow."
     if (path := sqlite_path(uri)) is not None and not path.is_file():  # MLflow would create it
-        raise ResourceError(f"{folder}: its MLflow store {path} is not there, {remedy}")
+        raise ResourceError(f"{folder}: its MLflow store {path} is not there, {_KEPT}")
+    return uri, outcome.experiment_id
+
+
+def _delete_from_mlflow(folder: Path, uri: str, experiment: str) -> None:
+    """Delete a run with its children in MLflow, where they can be restored."""
     try:
-        delete_runs(with_credentials(uri), experiment=outcome.experiment_id, name=folder.name)
+        delete_runs(with_credentials(uri), experiment=experiment, name=folder.name)
     except Exception as error:  # MLflow's, SQLAlchemy's, those of the network; they quote URIs with passwords
-        raise ResourceError(f"{folder}: MLflow can't delete it ({describe_failure(error)}), {remedy}") from error
+        raise ResourceError(f"{folder}: MLflow can't delete it ({describe_failure(error)}), {_KEPT}") from error

@@ -1,7 +1,7 @@
 """``pipeline run``: check, plan, launch, and end in a result."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked, planning
@@ -63,70 +63,46 @@ def run(
         follow(file.experiment)
         return
     with leading(file.experiment):
-        _run(
-            file,
-            extent={"with_baseline": with_baseline, "train_only": train_only, "quick": quick},
-            verbose=verbose,
-            terminal=terminal,
-            show=show,
-            resume=resume,
-            allow_changed=allow_changed,
-            member=member,
-        )
-
-
-def _run(
-    file: ExperimentFile,
-    *,
-    extent: Mapping[str, bool],
-    verbose: bool,
-    terminal: Terminal,
-    show: Callable[[Result, Path], None] | None,
-    resume: str | None,
-    allow_changed: bool,
-    member: Membership | None,
-) -> None:
-    """Run the trials and report, see `run`; ``extent`` says what is measured, see `make`."""
-    if extent["quick"] and resume is not None:
-        raise UsageError("--quick starts a run of a few steps, so it can't resume one; remove --quick or --resume")
-    earlier = recovery.earlier(file, resume) if resume is not None else None
-    changes: list[str] = []
-    if earlier is not None:
-        file, kept = recovery.with_batch_of(file, earlier)
-        changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
-        changes += recovery.describe_newer(file, earlier) if resume == LATEST else []
-    plan = make(file, **extent, resumes=earlier is not None)
-    plan = plan.model_copy(update={"notes": (*plan.notes, *changes)})
-    folder = earlier.folder if earlier else None
-    again = ("run", *options_of(with_baseline=extent["with_baseline"], train_only=extent["train_only"]))
-    with invoked(
-        plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again, show=show
-    ) as invocation:
-        done, outcomes = set(invocation.results), list[Outcome]()
-        if earlier is not None and (recovery.is_continued(file, earlier) or _has_lost_weights(invocation)):
-            done -= {plan.main.name}  # the training is continued
-        try:
-            own = {  # measurements have no checkpoints
-                "checkpoints": address_of(plan.experiment.checkpoint.directory, run=invocation.folder),
-                "resume": earlier is not None,
-                "allow_changed": allow_changed,
-                "exports": (member is None or member.logs_model) and not extent["quick"],
-            }
-            outcomes = invocation.execute(
-                trial.model_copy(update=own) if isinstance(trial, Training) else trial
-                for trial in plan.trials
-                if trial.name not in done
-            )
-        finally:
-            if plan.main.name in invocation.results:
-                with invocation.unharmed("the report"):
-                    missing = find_missing(plan, outcomes, invocation.results)
-                    report(invocation, missing=missing if extent["with_baseline"] else "no baseline")
-        if _has_lost_weights(invocation):
-            raise ResourceError(
-                f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the last "
-                "step could be saved. Make room, and continue with --resume"
-            )
+        if quick and resume is not None:
+            raise UsageError("--quick starts a run of a few steps, so it can't resume one; remove --quick or --resume")
+        earlier = recovery.earlier(file, resume) if resume is not None else None
+        changes: list[str] = []
+        if earlier is not None:
+            file, kept = recovery.with_batch_of(file, earlier)
+            changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
+            changes += [f"--resume continues {earlier.folder.name}"] if resume == LATEST else []
+        plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick, resumes=earlier is not None)
+        plan = plan.model_copy(update={"notes": (*plan.notes, *changes)})
+        folder = earlier.folder if earlier else None
+        again = ("run", *(["--train-only"] if train_only else [] if with_baseline else ["--no-baseline"]))
+        with invoked(
+            plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again, show=show
+        ) as invocation:
+            done, outcomes = set(invocation.results), list[Outcome]()
+            if earlier is not None and (recovery.is_continued(file, earlier) or _has_lost_weights(invocation)):
+                done -= {plan.main.name}  # the training is continued
+            try:
+                own = {  # measurements have no checkpoints
+                    "checkpoints": address_of(plan.experiment.checkpoint.directory, run=invocation.folder),
+                    "resume": earlier is not None,
+                    "allow_changed": allow_changed,
+                    "exports": (member is None or member.logs_model) and not quick,
+                }
+                outcomes = invocation.execute(
+                    trial.model_copy(update=own) if isinstance(trial, Training) else trial
+                    for trial in plan.trials
+                    if trial.name not in done
+                )
+            finally:
+                if plan.main.name in invocation.results:
+                    with invocation.unharmed("the report"):
+                        missing = find_missing(plan, outcomes, invocation.results)
+                        report(invocation, missing=missing if with_baseline else "no baseline")
+            if _has_lost_weights(invocation):
+                raise ResourceError(
+                    f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the "
+                    "last step could be saved. Make room, and continue with --resume"
+                )
 
 
 def find_missing(plan: Plan, outcomes: Sequence[Outcome], results: Mapping[str, TrialResult]) -> Missing:
@@ -148,14 +124,6 @@ def _has_lost_weights(invocation: Invocation) -> bool:
     keeps_none = not invocation.plan.experiment.checkpoint.keep
     is_older = result.unsaved is not None and result.unsaved.newest != result.steps
     return (keeps_none or is_older) and not (invocation.folder / WEIGHTS).is_file()
-
-
-def options_of(*, with_baseline: bool, train_only: bool) -> Iterator[str]:
-    """Yield the options of ``pipeline run`` that say what is measured."""
-    if train_only:
-        yield "--train-only"
-    elif not with_baseline:
-        yield "--no-baseline"
 
 
 def make(
@@ -196,19 +164,13 @@ def dry_run(
         follow(file.experiment)
         return ""
     with leading(file.experiment):
-        return _described(file, with_baseline=with_baseline, train_only=train_only, quick=quick, as_json=as_json)
-
-
-def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, quick: bool, as_json: bool) -> str:
-    plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
-    with explain_problems(file):
-        sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
-    if (initial := find_initial(file.experiment)) is not None:
-        plan = plan.model_copy(update={"notes": (f"starts from {initial.source}", *plan.notes)})
-    if file.bases:
-        extends = f"{file.path} extends {', which extends '.join(map(str, file.bases))}"
-        plan = plan.model_copy(update={"notes": (extends, *plan.notes)})
-    return (record if as_json else describe)(plan, sizes)
+        plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
+        with explain_problems(file):
+            sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
+        notes = [f"{file.path} extends {', which extends '.join(map(str, file.bases))}"] if file.bases else []
+        initial = find_initial(file.experiment)
+        notes += [f"starts from {initial.source}"] if initial is not None else []
+        return (record if as_json else describe)(plan.model_copy(update={"notes": (*notes, *plan.notes)}), sizes)
 
 
 def report(invocation: Invocation, *, missing: Missing = "") -> None:

@@ -31,7 +31,6 @@ from pipeline.commands.sweep_trial import (
     SweptTrial,
     best_of,
     describe_device,
-    describe_trials,
     find_concurrency,
     find_trial,
     find_trials,
@@ -45,7 +44,7 @@ from pipeline.commands.sweep_trial import (
     stop_trials,
     train_trial,
 )
-from pipeline.drive.directions import judges, sweep_direction
+from pipeline.drive.directions import direction_of, judges
 from pipeline.drive.resume import check_same, earlier
 from pipeline.errors import Problem, ResourceError, TrainingError, UsageError, refusals
 from pipeline.experiment.load import ExperimentFile, override
@@ -87,7 +86,8 @@ def make(file: ExperimentFile) -> SweepPlan:
         message = f"is {list(parallel.worker_counts)}. Trials share the machine, so use one number."
         raise file.explain([Problem("parallel.workers", message)])
     with planning(file) as (allowed, resources):
-        direction = sweep_direction(sweep, judges(file.experiment, allowed=allowed))
+        known = judges(file.experiment, allowed=allowed)
+        direction = direction_of(sweep.metric, sweep.mode, key="sweep.metric", judges=known)
         concurrent, cpus = find_concurrency(file, resources, allowed=allowed, total=sweep.total, asked=sweep.concurrent)
         common[CPUS] = cpus
         if parallel.launcher == "ray" and parallel.cluster is not None:
@@ -131,8 +131,11 @@ def describe(plan: SweepPlan) -> str:
     trial, sweep = plan.plan.main, plan.sweep
     asha = f"; ASHA continues 1 in {sweep.asha.reduction_factor} trials" if sweep.asha else ""
     each = f"each {trial.title} with {trial.launcher}, {describe_device(trial)}"
+    is_product = sweep.combinations > 1 and sweep.trials > 1
+    product = f" ({sweep.trials} draws x {sweep.combinations} combinations of the grids)" if is_product else ""
+    good = "lower is better" if plan.direction == "min" else "higher is better"
     lines = [
-        f"sweep        {', '.join(describe_trials(sweep, plan.direction))}",
+        f"sweep        {counted(sweep.total, 'trial')}{product}, ranked by {sweep.metric} ({good})",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{asha}",
         f"machine      {plan.plan.resources.summary}",

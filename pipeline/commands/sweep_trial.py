@@ -23,7 +23,6 @@ import psutil
 from pydantic import ValidationError
 
 from pipeline.commands.options import say
-from pipeline.drive.directions import judges, sweep_direction
 from pipeline.errors import PipelineError, ResourceError, Terminated, terminate
 from pipeline.experiment.load import ExperimentFile, override
 from pipeline.experiment.sweep import Parameter, Sweep
@@ -137,21 +136,6 @@ class SweptTrial(NamedTuple):
     def is_known(self) -> bool:
         """True if it has a value that is not NaN."""
         return self.value is not None and not math.isnan(self.value)
-
-
-def describe_in_a_line(file: ExperimentFile, sweep: Sweep, *, allowed: tuple[str, ...]) -> str:
-    """Describe the sweep of a file in a line for ``pipeline check``, without the number of concurrent trials."""
-    keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
-    count, ranking = describe_trials(sweep, sweep_direction(sweep, judges(file.experiment, allowed=allowed)))
-    return f"sweep of {count} over {keys}, {ranking}"
-
-
-def describe_trials(sweep: Sweep, direction: Direction) -> tuple[str, str]:
-    """Return the number of trials, and by what they are ranked, in words."""
-    is_product = sweep.combinations > 1 and sweep.trials > 1
-    product = f" ({sweep.trials} draws x {sweep.combinations} combinations of the grids)" if is_product else ""
-    good = "lower is better" if direction == "min" else "higher is better"
-    return f"{counted(sweep.total, 'trial')}{product}", f"ranked by {sweep.metric} ({good})"
 
 
 def describe_device(trial: Trial) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 from pipeline.experiment import components, references
 from pipeline.experiment.reported import PREFIX, source_of
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.sweep import Sweep
 from pipeline.experiment.values import Direction, Mode
 from pipeline.system import undisturbed
 
@@ -32,11 +31,6 @@ def direction_of(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]
         from pipeline.train import metrics
 
     return metrics.direction(metric, mode, key=key, judges=judges)
-
-
-def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
-    """Resolve ``sweep.mode``; for the errors see `direction_of`."""
-    return direction_of(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
 def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Direction]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -10,11 +11,13 @@ from pipeline.drive.checkpoints import describe_missing_end, iter_complete
 from pipeline.errors import Problem, UsageError
 from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.schema import Experiment
 from pipeline.experiment.summary import flatten
 from pipeline.experiment.train import Train
 from pipeline.protocol.events import RunOpened
 from pipeline.record import journal, runs
-from pipeline.record.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
+from pipeline.record.folder import RunState, is_listed, is_quick, read_state, read_status
+from pipeline.record.screen import OptionalConsole, write
 from pipeline.results import record
 from pipeline.train.manifest import LENGTHS, rate_keys
 from pipeline.train.storage import Storage, address_of
@@ -64,7 +67,7 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     It is the newest run that did not complete, or else the newest completed run, which may continue for more epochs.
     Runs with ``--quick``, and runs that never made a step, do not count.
     """
-    found = [(folder, opened) for folder, opened in _find_runs(file, role=role) if is_listed(folder)]
+    found = [(folder, opened) for folder, opened in find_runs(file.experiment, role=role) if is_listed(folder)]
     found.sort(key=lambda run: read_status(run[0]) == "FINISHED")
     own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
     if found and own is None:
@@ -77,23 +80,25 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     return own
 
 
-def describe_newer(file: ExperimentFile, state: RunState) -> list[str]:
-    """Return a note that a newer run of the file has completed, which ``--resume`` without a name leaves alone."""
-    for folder, opened in _find_runs(file):
-        if folder.samefile(state.folder):
-            break
-        if not _is_of_another(file, opened.file) and read_status(folder) == "FINISHED":
-            return [
-                f"--resume continues {state.folder.name}. The newer run {folder.name} is complete. "
-                f"To continue that run, use --resume {folder.name}"
-            ]
-    return []
+def find_runs(experiment: Experiment, *, role: str = "main") -> list[tuple[Path, RunOpened]]:
+    """Return an experiment's runs with a role, the newest first, without quick tests; warn of a damaged journal."""
+    found, meant = [], (experiment.name, role)
+    paths = Path(experiment.tracking.directory).glob(f"*-{experiment.name}-*/{journal.FILE_NAME}")
+    for path in sorted(paths, reverse=True):  # the names of folders start with the time
+        try:
+            opened = journal.opened(path)
+        except UsageError as error:
+            warn_of_damage(str(error))
+            continue
+        if opened and (opened.params.get("name"), opened.tags.get("role")) == meant and not is_quick(opened):
+            found.append((path.parent, opened))
+    return found
 
 
-def _find_runs(file: ExperimentFile, *, role: str = "main") -> list[tuple[Path, RunOpened]]:
-    """Return the runs with the name of an experiment, the newest first, without the runs with ``--quick``."""
-    found = runs_named(Path(file.experiment.tracking.directory), name=file.experiment.name, role=role)
-    return [(folder, opened) for folder, opened in found if not is_quick(opened)]
+@cache
+def warn_of_damage(error: str) -> None:
+    """Print once that a run is left out, since its journal is damaged."""
+    write(OptionalConsole(stderr=True, highlight=False), f"warning: not used: {error}", style="yellow")
 
 
 def _is_of_another(file: ExperimentFile, source: str) -> bool:

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from pipeline.errors import ExperimentError, PipelineError, Problem
 from pipeline.experiment import keys, references, targets
 from pipeline.experiment.problems import describe_value, hint_at_quotes
-from pipeline.experiment.references import RUNTIME_VALUES, marker
 from pipeline.experiment.schema import DEFAULT_COLLATE, Experiment
 from pipeline.experiment.train import Optimizer
 from pipeline.experiment.values import Component
@@ -99,11 +98,6 @@ def iter_components(experiment: Experiment) -> Iterator[tuple[str, Component]]:
 def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
     """Find problems of the components without calling them; imports their packages."""
     problems, rejected = list[Problem](), list[Problem]()
-    texts = {
-        f"{key}.{keys.join(parts)}": text
-        for key, component in iter_components(experiment)
-        for parts, text in keys.walk(component.arguments)
-    }
     # On a cluster, secrets may be set on the nodes alone. Loggers are built here.
     has_nodes = experiment.parallel.launcher == "ray" and experiment.parallel.cluster is not None
     experiment = references.fill_in(experiment)
@@ -116,7 +110,7 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
                     rejected.append(found)
                 continue
             takes_optimizer = passed == _PASSED["scheduler"] and _OPTIMIZER in parameters_of(found.function)
-            problems += _check_arguments(found, passed if found.key == key or takes_optimizer else (), texts)
+            problems += _check_arguments(found, passed if found.key == key or takes_optimizer else ())
             if needed := targets.find_missing_package(found.function):
                 problems.append(Problem(f"{found.key}._target_", needed))
             if found.key == key and isinstance(component, Optimizer):
@@ -150,11 +144,8 @@ def _iter_found(component: Component, *, key: str, allowed: tuple[str, ...]) -> 
                 yield from _iter_found(nested, key=there, allowed=allowed)
 
 
-def _check_arguments(found: _Found, passed: Sequence[str], texts: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find keywords that the callable doesn't take, required ones that are missing, and texts in place of numbers.
-
-    ``texts`` are the arguments of the file before variables of the environment were filled in.
-    """
+def _check_arguments(found: _Found, passed: Sequence[str]) -> Iterator[Problem]:
+    """Find keywords that the callable doesn't take, required ones that are missing, and texts in place of numbers."""
     key, target, given = found.key, found.component.target, found.component.arguments
     try:
         parameters = list(inspect.signature(found.function).parameters.values())
@@ -175,7 +166,7 @@ def _check_arguments(found: _Found, passed: Sequence[str], texts: Mapping[str, A
         if name in taken:
             yield Problem(there, f"pipeline passes {taken[name]} to {target} as this argument. Remove it.")
         elif name in names:
-            yield from _check_numbers(there, value, names[name], texts)
+            yield from _check_number(there, value, names[name])
         elif not takes_any:
             yield Problem(there, _explain_unknown(name, list(names), target))
     missing = [name for name, one in names.items() if one.default is one.empty and name not in given]
@@ -189,30 +180,14 @@ def _check_arguments(found: _Found, passed: Sequence[str], texts: Mapping[str, A
         yield Problem(keys.child(key, name), f"missing. {target} requires this argument.")
 
 
-def _check_numbers(
-    key: str, value: object, parameter: inspect.Parameter, texts: Mapping[str, Any]
-) -> Iterator[Problem]:
-    """Find texts for which a parameter takes a number or a boolean alone, or which stand among numbers in a list."""
+def _check_number(key: str, value: object, parameter: inspect.Parameter) -> Iterator[Problem]:
+    """Find a text for which a parameter takes a number or a boolean alone."""
     kind = parameter.annotation
     annotation = kind if isinstance(kind, str) else kind.__name__ if inspect.isclass(kind) else str(kind)
-    numeric = () if _OTHER.search(annotation) else tuple(_NUMERIC.findall(annotation))
-    entries, is_certain = {key: value}, bool(numeric) and not _LIST.search(annotation)
-    if isinstance(value, list):
-        entries = {keys.child(key, n): entry for n, entry in enumerate(value)}
-        is_certain = bool(numeric) and not is_certain
-    among_numbers = is_certain or any(isinstance(entry, int | float) for entry in entries.values())
-    for there, text in entries.items():
-        if not isinstance(text, str) or "${" in text or not (is_certain or (among_numbers and hint_at_quotes(text))):
-            continue
-        noun = "true or false" if {*numeric} == {"bool"} else "a number"
-        written = str(texts.get(there, ""))
-        if text in RUNTIME_VALUES:
-            write = f'"{marker(text)}"'
-        elif written.startswith("${oc.env:") and hint_at_quotes(text):
-            write = f"${{oc.decode:{written}}}"
-        else:
-            write = f"{noun}{hint_at_quotes(text)}"
-        yield Problem(there, references.redact(f"is {describe_value(text)}. Write {write}."))
+    is_numeric = _NUMERIC.search(annotation) and not _OTHER.search(annotation) and not _LIST.search(annotation)
+    if isinstance(value, str) and "${" not in value and is_numeric:
+        noun = "true or false" if {*_NUMERIC.findall(annotation)} == {"bool"} else "a number"
+        yield Problem(key, references.redact(f"is {describe_value(value)}. Write {noun}{hint_at_quotes(value)}."))
 
 
 def _explain_unknown(name: str, known: list[str], target: str) -> str:

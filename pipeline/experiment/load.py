@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
-from pipeline.experiment import jsonschema, keys, references, sweep, yaml_text
+from pipeline.errors import ExperimentError, Problem, UsageError
+from pipeline.experiment import keys, references, sweep, yaml_text
 from pipeline.experiment.consistency import contradictions
 from pipeline.experiment.problems import describe_value, find_problems
 from pipeline.experiment.schema import Experiment
@@ -85,6 +85,8 @@ class Source:
     """Line of each key."""
     bases: tuple[Path, ...] = ()
     """Files that it extends, the nearest first."""
+    problems: tuple[Problem, ...] = ()
+    """Values that YAML can't read as they were meant."""
 
 
 @dataclass(frozen=True)
@@ -159,20 +161,6 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
     return _check(_IN_PYTHON, _extend(Source(_copy(values)), name=_IN_PYTHON, folder=Path()), overrides)
 
 
-def list_keys(file: Path | None = None) -> list[str]:
-    """Return the dotted keys of all values in the schema, and in a file, whose components have arguments."""
-    known = [
-        f"{k}._target_" if jsonschema.is_component(jsonschema.at(keys.split(k))) else k for k in jsonschema.all_keys()
-    ]
-    try:
-        tree = _read(str(file)).tree if file is not None else {}
-    except PipelineError:
-        tree = {}
-    known += [keys.join(parts) for parts, _ in keys.walk(tree) if parts and all(isinstance(p, str) for p in parts)]
-    sections = {key for inner in known for key in list(keys.ancestors(inner))[2:]}  # the first two are the key itself
-    return [key for key in dict.fromkeys(known) if key not in sections]
-
-
 def override(key: str, value: object) -> str:
     """Return the override that sets a value, e.g. "optimizer.lr=0.1"."""
     return f"{key}={yaml_text.format_value(value)}"
@@ -195,9 +183,10 @@ def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
     except ValidationError as error:
         more = find_problems(error, Experiment, resolved)
     reported = {problem.key for problem in found}  # what follows from them is no news
-    found += [problem for problem in more if reported.isdisjoint(keys.ancestors(problem.key))]
-    if found or rejected:
-        raise places.explain([*found, *rejected])
+    misread = {problem.key for problem in read.problems}
+    found += [one for one in more if one.key not in misread and reported.isdisjoint(keys.ancestors(one.key))]
+    if found or rejected or read.problems:
+        raise places.explain([*read.problems, *found, *rejected])
     file = ExperimentFile(Path(name), experiment, places, tree, read.bases)
     if wrong := sweep.find_problems(experiment.sweep, file.vary):
         raise file.explain(wrong)
@@ -231,13 +220,15 @@ def _copy(value: Any) -> Any:
 def _read(name: str, *, extending: tuple[Path, ...] = ()) -> Source:
     """Read the file at a path and those that it extends; ``extending`` are resolved paths of files that extend it."""
     path = Path(name)
-    tree, lines = yaml_text.parse(_read_text(path), place=lambda line: f"{name}:{line}")
+    tree, lines, problems = yaml_text.parse(_read_text(path), place=lambda line: f"{name}:{line}")
+    if problems and not isinstance(tree, dict):
+        raise ExperimentError(problems)
     if tree is None:
         raise ExperimentError([Problem("", "is empty. An experiment starts with name: my-experiment", name)])
     if not isinstance(tree, dict):
         message = f"is {describe_value(tree)}; write sections such as model: and data:"
         raise ExperimentError([Problem("", message, name)])
-    own = Source(tree, {key: Line(name, number) for key, number in lines.items()})
+    own = Source(tree, {key: Line(name, number) for key, number in lines.items()}, problems=tuple(problems))
     return _extend(own, name=name, folder=path.parent, extending=(*extending, path.resolve()))
 
 
@@ -262,7 +253,7 @@ def _extend(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...]
     tree = _merge(base.tree, own.tree, key="", replaced=replaced)
     del tree["extends"]
     kept = {key: line for key, line in base.entries.items() if replaced.isdisjoint(keys.ancestors(key))}
-    return Source(tree, {**kept, **own.entries}, (path, *base.bases))
+    return Source(tree, {**kept, **own.entries}, (path, *base.bases), (*base.problems, *own.problems))
 
 
 def _merge(base: Mapping[str, Any], own: Mapping[str, Any], *, key: str, replaced: set[str]) -> dict[str, Any]:

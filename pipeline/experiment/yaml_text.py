@@ -1,4 +1,4 @@
-"""YAML of experiment files: values with the line of each key, and syntax errors in plain words.
+"""YAML of experiment files: values with the line of each key.
 
 PyYAML reads YAML 1.1. Here 1e-3 is a number, and a date or a time such as 10:30 is a string. What YAML 1.2 reads
 differently (010, no), and what may be the hash of a commit (695e0514), is a problem.
@@ -30,12 +30,6 @@ _COLOR_OR_MARK = re.compile(r"[ \t]*(#(?:[0-9a-fA-F]{3,8})?)[ \t]*[\n\0]")
 """Comment in the place of a value that is probably the value."""
 _DEEPEST, _MOST_VALUES = 40, 50_000
 """Limits of a file: OmegaConf needs many stack frames for each level, and aliases of aliases grow exponentially."""
-_MEANINGS = {
-    "mapping values are not allowed": "an unexpected colon. Indent less, or put a string with ': ' in quotes.",
-    "expected <block end>": "the indentation does not match a section above. Start all its keys in the same column.",
-    "found character '\\t'": "a tab in the indentation; use spaces",
-}
-"""Sentences for errors of PyYAML that do not explain themselves, by a part of their text."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -76,8 +70,8 @@ def format_value(value: object) -> str:
 
 def parse(
     text: str, *, place: Callable[[int], str], depth: int = 0, in_shell: bool = False
-) -> tuple[Any, dict[str, int]]:
-    """Parse a YAML document; return its value (None if it is empty) and the line of every key.
+) -> tuple[Any, dict[str, int], list[Problem]]:
+    """Parse a YAML document; return its value (None if it is empty), the line of every key, and problems of values.
 
     Args:
         text: the document.
@@ -86,7 +80,7 @@ def parse(
         in_shell: True for a value on a command line, which may not be empty or have a comment.
 
     Raises:
-        ExperimentError: not YAML, duplicate keys, keys that aren't strings, tags, or too many values or levels.
+        ExperimentError: not YAML, or too many values or levels; of a value on a command line, also its problems.
     """
     reader = _Reader(place, in_shell=in_shell)
     try:
@@ -102,9 +96,9 @@ def parse(
         raise ExperimentError([Problem("", message, place(line))]) from None
     except RecursionError:
         raise ExperimentError([Problem("", f"nested deeper than {_DEEPEST} levels", place(1))]) from None
-    if reader.problems:
+    if in_shell and reader.problems:
         raise ExperimentError(reader.problems)
-    return value, reader.lines
+    return value, reader.lines, reader.problems
 
 
 class _Reader:
@@ -200,11 +194,9 @@ def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[str, int]:
         return "a character that is not allowed in text files. Save the file as UTF-8 text.", line
     if not isinstance(error, yaml.MarkedYAMLError):
         return f"can't be read as YAML: {error}", 1
-    mark, context = error.problem_mark or error.context_mark, error.context or ""
+    mark = error.problem_mark or error.context_mark
     if mark is not None and mark.buffer is not None and mark.buffer[: mark.pointer + 1].endswith("${"):
         return 'inside {} and [] a ${...} needs quotes; write "${...}"', mark.line + 1
-    if any(what in context for what in ("quoted scalar", "flow", "simple key")):  # left open: where it began
-        mark = error.context_mark or mark
-    whole = ": ".join(filter(None, (context, error.problem)))
-    meanings = (meaning for sign, meaning in _MEANINGS.items() if sign in whole)
-    return next(meanings, f"can't be read as YAML: {whole}"), mark.line + 1 if mark else 1
+    start = f" (line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
+    whole = ": ".join(filter(None, (f"{error.context or ''}{start}", error.problem)))
+    return f"can't be read as YAML: {whole}", mark.line + 1 if mark else 1

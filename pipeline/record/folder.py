@@ -95,15 +95,6 @@ def trials_of(folder: Path) -> list[Path]:
     return sorted(started, key=lambda trial: (len(trial.name), trial.name))
 
 
-def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tuple[Path, RunOpened]]:
-    """Yield the folders and first events of an experiment's runs with a role, main or a command, the newest first."""
-    for folder in sorted(directory.glob(f"*-{name}-*"), reverse=True):  # their names begin with the time
-        path = folder / journal.FILE_NAME
-        opened = journal.opened(path) if path.is_file() else None
-        if opened is not None and opened.params.get("name") == name and opened.tags.get("role") == role:
-            yield folder, opened
-
-
 def read_state(folder: Path) -> RunState:
     """Read the state of a run from its folder.
 

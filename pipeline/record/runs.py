@@ -13,7 +13,6 @@ from pydantic import ConfigDict
 from pipeline.errors import UsageError
 from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Frozen
-from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import WEIGHTS, Finished, Metrics, RunOpened, Started, Tagged
 from pipeline.protocol.labels import Status
 from pipeline.record import journal
@@ -91,20 +90,10 @@ class RunSummary(Frozen):
     """Id of the sweep; empty unless the run is a trial."""
 
     @property
-    def ratio(self) -> Estimate | None:
-        """Speedup with its interval; None without an interval."""
-        return estimate_of(self.speedup, self.speedup_ci_low, self.speedup_ci_high, self.speedup_rounds)
-
-    @property
     def what(self) -> str:
         """Kind of the run, e.g. "ddp, 2 workers" or "benchmark"."""
         kind = self.command if self.strategy is None else format_parallel(self.strategy, self.workers or 1)
         return f"quick test: {kind}" if self.is_quick else kind
-
-
-def estimate_of(value: float | None, low: float | None, high: float | None, size: int) -> Estimate | None:
-    """Return a measured value with its interval; None without an interval."""
-    return None if value is None or low is None or high is None else Estimate(value, low, high, size)
 
 
 def folders(directory: Path) -> list[Path]:
@@ -243,6 +232,8 @@ def find(text: str, directory: Path) -> Path:
     Raises:
         UsageError: no run matches, or several do; or the journal of the newest one is damaged.
     """
+    if not text:
+        raise UsageError("the name of a run is empty. Name a run, or latest.")
     there = folders(directory)
     if text == LATEST and there:
         started = (folder for folder in reversed(there) if journal.opened(folder / journal.FILE_NAME) is not None)
@@ -254,7 +245,7 @@ def find(text: str, directory: Path) -> Path:
     if sweep and is_trial(trial) and _is_run(folder := find(sweep, directory) / trial):
         return folder
     names = [folder.name for folder in there]
-    found = [name for name in names if name.startswith(text)] or [name for name in names if text and text in name]
+    found = [name for name in names if name.startswith(text)] or [name for name in names if text in name]
     if len(found) == 1:
         return directory / found[0]
     if found:

@@ -92,7 +92,7 @@ def result_of_benchmark(
         label="WARNING" if main.claim == "invalid" else "RESULT",
         headline=(*answer, *filter(None, [best])),
         verdict=verdict,
-        state="invalid" if main.claim == "invalid" else "inconclusive" if main.claim == "inconclusive" else "ok",
+        state=main.state,
         facts=(*sorted(own, key=lambda fact: fact.key != "speedup"), *iter_all_facts(rows, main)),
         tables=tuple(filter(None, [speedup_table(entries, main=main, notes=missing), parts, memory_table(rows)])),
         advice=advice,

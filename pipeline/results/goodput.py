@@ -43,8 +43,6 @@ LABELS: Mapping[Use, str] = {
     "stopped": "downtime",
 }
 """Uses in words."""
-_BADPUT: Mapping[Use, str] = {use: label.replace(" ", "_") for use, label in LABELS.items() if use != "steps"}
-"""Names of the metrics that Google's goodput library calls badput: time that trains nothing, by its cause."""
 _STEP, _DATA_WAIT = "time/step_ms", "time/window_data_wait_ms"
 
 
@@ -64,16 +62,13 @@ class Goodput(Recorded):
         return {use: self.seconds.get(use, 0.0) / self.total_s for use in USES}
 
     @property
-    def figures(self) -> dict[str, float]:
-        """Shares by the names of their metrics: ``goodput``, and ``badput/`` for the rest."""
-        return {"goodput" if use == "steps" else f"badput/{_BADPUT[use]}": share for use, share in self.shares.items()}
-
-    @property
     def facts(self) -> tuple[Fact, ...]:
-        """Shares as facts of the training, by the names of their metrics."""
-        labels = ("goodput: training steps" if use == "steps" else f"{LABELS[use]}, of the wall clock" for use in USES)
-        shares = zip(self.figures.items(), labels, strict=True)
-        return tuple(Fact(key=key, value=share, unit="%", label=label) for (key, share), label in shares)
+        """Shares as facts: ``goodput``, and what Google's goodput library calls ``badput/``, by its cause."""
+        keys = {use: f"badput/{label.replace(' ', '_')}" for use, label in LABELS.items()} | {"steps": "goodput"}
+        names = {use: f"{label}, of the wall clock" for use, label in LABELS.items()}
+        names["steps"] = "goodput: training steps"
+        shares = self.shares.items()
+        return tuple(Fact(key=keys[use], value=share, unit="%", label=names[use]) for use, share in shares)
 
     @property
     def table(self) -> Table:

@@ -65,9 +65,15 @@ def speedup_table(
         if isinstance(entry, Entry):
             cells = dict(entry.cells)
         else:
-            cells = {key: _shorten(fact, has_intervals) for key, fact in facts_of(entry, start_s=start_s).items()}
+            cells = {}
+            for key, fact in facts_of(entry, start_s=start_s).items():  # an interval where it has room, or must be seen
+                has_interval = has_intervals if key == "speedup" else fact.is_wide
+                cells[key] = fact if has_interval else fact.model_copy(update={"low": None, "high": None})
             cells["devices"] = str(entry.device_count)
-            cells["loss"] = _format_loss(checks[entry.key].sentence, sentences) if entry.key in checks else NONE
+            if entry.key in checks:
+                said = checks[entry.key].sentence
+                number = f"[{sentences.index(said) + 1}]" if said in sentences else "differs"
+                cells["loss"] = number if said else "same"
         name = entry.name if isinstance(entry, Entry) else entry.label
         lines.append((name, *(cells.get(key, NONE) for key in columns)))
     return Table(
@@ -76,21 +82,6 @@ def speedup_table(
         emphasis=next((index for index, entry in enumerate(entries) if entry is main), None),
         notes=(*(f"[{number}] {sentence}" for number, sentence in enumerate(sentences, start=1)), *notes),
     )
-
-
-def _shorten(fact: Fact, has_intervals: bool) -> Fact:
-    """Return a fact as a cell: the interval only where it has room, or where the number alone would mislead."""
-    if fact.key != "speedup" and fact.is_wide:
-        return fact
-    if fact.key == "speedup" and has_intervals:
-        return fact
-    return fact.model_copy(update={"low": None, "high": None})
-
-
-def _format_loss(sentence: str, sentences: Sequence[str]) -> str:
-    if not sentence:
-        return "same"
-    return f"[{sentences.index(sentence) + 1}]" if sentence in sentences else "differs"
 
 
 def memory_table(rows: Sequence[Row]) -> Table | None:
@@ -218,7 +209,8 @@ def result_of_run(
     )
     answer, short = list[str](), ""
     if main.claim == "none":
-        reason = texts.UNMEASURED[_find_reason(main, missing=missing, option=option)].format(option=option)
+        why = "option" if option else "one device" if main.is_one_replica_dp else missing or "same"
+        reason = texts.UNMEASURED[why].format(option=option)
         answer = [texts.WITHOUT_SPEEDUP.format(name=main.name, rate=format_rate(main), reason=reason)]
         metric = next(iter(single_names(iter_metric_names(main))), "")
         reached = f"{metric} {figure(result.metrics[metric])}" if metric else f"{format_rate(main)} samples/s"
@@ -239,7 +231,7 @@ def result_of_run(
         label="WARNING" if main.claim == "invalid" else "RESULT",
         headline=(*answer, *_iter_training_notes(main), *happened),
         verdict="; ".join([short, *(text.rstrip(".") for text in lost)]),
-        state="invalid" if main.claim == "invalid" else "inconclusive" if main.claim == "inconclusive" else "ok",
+        state=main.state,
         facts=tuple(iter_all_facts(rows, main, goodput=goodput)),
         tables=tuple(tables),
         advice=advice,
@@ -332,15 +324,6 @@ def shorten_hardware(hardware: str) -> str:
         return hardware
     gpus = next((part for part in parts if part == "no GPU" or " x " in part), "")
     return ", ".join(filter(None, [cores.replace(" core", " CPU core"), gpus]))
-
-
-def _find_reason(main: Row, *, missing: Missing, option: str) -> str:
-    """Return why a training has no speedup, the key of its sentence."""
-    if option:
-        return "option"
-    if main.is_one_replica_dp:
-        return "one device"
-    return missing or "same"
 
 
 def format_rate(row: Row) -> str:

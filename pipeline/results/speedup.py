@@ -18,7 +18,7 @@ from pipeline.protocol.labels import Role
 from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.results.losses import LossCheck, check_losses
-from pipeline.results.record import FAR, WIDE, Fact
+from pipeline.results.record import FAR, WIDE, Fact, State
 from pipeline.wording import counted
 
 Claim = Literal["none", "invalid", "inconclusive", "faster", "slower"]
@@ -163,18 +163,13 @@ class Row:
         return self.trial.strategy == "dp" and self.trial.replicas < 2
 
     @property
-    def repeats_baseline(self) -> bool:
-        """True if the training is the baseline once more, so that their ratio would only show noise."""
-        if self.baseline is None or self.role != "main":
-            return False
-        base, own = self.baseline.trial, self.trial
-        return (own.strategy, own.replicas) == (base.strategy, base.replicas)
-
-    @property
     def ratio(self) -> Estimate | None:
         """Speedup with its interval; None if no speedup can be claimed."""
-        if self.baseline is None or self.is_one_replica_dp or self.repeats_baseline:
+        if self.baseline is None or self.is_one_replica_dp:
             return None
+        base, own = self.baseline.trial, self.trial
+        if self.role == "main" and (own.strategy, own.replicas) == (base.strategy, base.replicas):
+            return None  # it is the baseline once more, so that their ratio would only show noise
         return self.compare(self.baseline)
 
     @property
@@ -199,6 +194,11 @@ class Row:
         if (check := self.loss_check) is not None and check.state == "differs":
             return "invalid"
         return "inconclusive" if not ratio.is_clear else "faster" if ratio.value > 1 else "slower"
+
+    @property
+    def state(self) -> State:
+        """State of the facts about the speedup."""
+        return "invalid" if self.claim == "invalid" else "inconclusive" if self.claim == "inconclusive" else "ok"
 
     def compare(self, other: "Row") -> Estimate:
         """Return the ratio of throughputs with its interval, from slots or repeats that were measured in turn.
@@ -341,14 +341,11 @@ def iter_facts(row: Row, *, start_s: float = 0.0, training_s: float | None = Non
         training_s: estimated time of the whole training; None: that of its samples at the row's throughput.
     """
     result, parts, ratio, efficiency, check = row.result, row.result.parts, row.ratio, row.efficiency, row.loss_check
-    state: Literal["ok", "inconclusive", "invalid"] = "ok"
-    if row.claim in ("inconclusive", "invalid"):
-        state = "invalid" if row.claim == "invalid" else "inconclusive"
 
     def fact(key: str, value: float | None, label: str, unit: str = "", ends: Estimate | None = None) -> Fact:
         has_ends = ends is not None and ends.size > 0
         low, high = (ends.low, ends.high) if ends is not None and has_ends else (None, None)
-        own = state if key in ("speedup", "efficiency") else "ok"
+        own = row.state if key in ("speedup", "efficiency") else "ok"
         made = {"key": key, "value": value, "low": low, "high": high, "unit": unit, "label": label, "state": own}
         return Fact.model_validate({**made, "trial": row.key})
 

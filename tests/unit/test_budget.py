@@ -27,17 +27,17 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "": 1_140,
     "api": 493,
-    "cli": 727,
-    "commands": 4_922,
+    "cli": 707,
+    "commands": 4_776,
     "data": 1_026,
-    "drive": 1_078,
-    "experiment": 3_402,
+    "drive": 1_077,
+    "experiment": 3_360,
     "launch": 1_894,
     "models": 408,
     "plan": 671,
     "protocol": 1_526,
-    "record": 1_627,
-    "results": 3_430,
+    "record": 1_609,
+    "results": 3_405,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_717,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 44_627
+TEST_LINES = 44_613
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -9,6 +9,7 @@ import pytest
 import toys
 from samples import MAIN, finished, spread, trial
 
+from pipeline.commands.invocation import explain_way_on
 from pipeline.commands.run import find_missing
 from pipeline.drive import execute as execute_module
 from pipeline.drive.execute import execute
@@ -145,6 +146,22 @@ def test_an_elastic_trial_goes_on_with_the_workers_that_fit(tmp_path: Path, monk
     room[:] = [2, 2]
     with pytest.raises(TrainingError, match="killed by SIGKILL"):
         carried_out(tmp_path, lost, trial=trial)
+
+
+@pytest.mark.parametrize("events", [[], [saved(20)]])
+def test_a_training_that_fails_after_a_checkpoint_names_the_command_that_continues_it(
+    tmp_path: Path, events: list[AnyEvent]
+) -> None:
+    with closing(Recorder(tmp_path, subscribers=[])) as recorder:
+        for event in (reported(20), *events):
+            recorder.receive(event)
+    trial = toys.trial()
+    file = cast(
+        ExperimentFile, SimpleNamespace(source="a.yaml", path="a.yaml", overrides=(), experiment=trial.experiment)
+    )
+    plan = cast(Plan, SimpleNamespace(command="run", trials=(trial,)))
+    said = explain_way_on(TrainingError("killed"), ("run",), plan, file=file, folder=tmp_path)
+    assert said == (f"continue it with: pipeline run a.yaml --resume {tmp_path.name}" if events else "")
 
 
 def test_what_fails_in_the_training_fails_it(tmp_path: Path) -> None:

@@ -161,9 +161,10 @@ def test_percents_add_up_to_a_hundred_and_are_told_in_one_sentence() -> None:
         "Goodput 67%: 3 min 20 s of 5 min 0 s were spent in training steps (startup 11%, data loading 11%, "
         "checkpointing 11%)."
     )
-    assert sum(goodput.figures.values()) == pytest.approx(1)
-    assert goodput.figures["goodput"] == pytest.approx(200.4 / 300.4)
-    assert set(goodput.figures) == {
+    shares = {fact.key: fact.value or 0.0 for fact in goodput.facts}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["goodput"] == pytest.approx(200.4 / 300.4)
+    assert set(shares) == {
         "goodput",
         *("badput/startup", "badput/data_loading", "badput/evaluation", "badput/checkpointing"),
         *("badput/lost_progress", "badput/downtime"),

@@ -50,12 +50,10 @@ def test_a_running_run_is_never_removed(runs: Path) -> None:
         assert failed(runs) == ["2", "7"]
         with pytest.raises(UsageError, match="3: this run is running, so it is not removed"):
             removal.choose_named(["3"], runs)
-        gone = removal.delete(meant, keep_mlflow=True)
-        assert next(gone).name == "2"
         with pytest.raises(UsageError, match="3: this run is running"):
-            next(gone)
+            next(removal.delete(meant, keep_mlflow=True))
         assert is_listed(runs / "3")
-    assert not (runs / "2").exists()
+    assert is_listed(runs / "2")
 
 
 def test_weights_stay_though_the_journal_is_damaged(runs: Path) -> None:
@@ -93,11 +91,11 @@ def test_of_a_link_only_the_link_is_removed(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "said"),
     [
-        ("sqlite:////no/away.db", r"store .*away\.db is not there, so the folder is kept\. To delete"),
-        ("http://localhost:9", r"no answer .*\), so the folder is kept\. .* use --keep-mlflow"),
+        ("sqlite:////no/away.db", r"store .*away\.db is not there, so no folder is removed\. To delete"),
+        ("http://localhost:9", r"no answer .*\), so no folder is removed\. .* use --keep-mlflow"),
     ],
 )
-def test_a_folder_stays_if_its_store_is_not_there_or_refuses(
+def test_all_folders_stay_if_the_store_of_one_is_not_there_or_refuses(
     runs: Path, uri: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -105,9 +103,16 @@ def test_a_folder_stays_if_its_store_is_not_there_or_refuses(
 
     in_store(runs / "1", uri)
     monkeypatch.setattr(removal, "delete_runs", refuse)
-    chosen = removal.choose_named(["1"], runs)
+    chosen = removal.choose_named(["2", "1"], runs)
     with pytest.raises(ResourceError, match=said) as refused:
         list(removal.delete(chosen, keep_mlflow=False))
     assert "secret" not in str(refused.value)
     assert (runs / "1").is_dir()
-    assert len(list(removal.delete(chosen, keep_mlflow=True))) == 1
+    assert (runs / "2").is_dir()
+    assert len(list(removal.delete(chosen, keep_mlflow=True))) == 2
+
+
+def test_an_empty_name_is_no_run(tmp_path: Path) -> None:
+    run(tmp_path, "1")
+    with pytest.raises(UsageError, match="the name of a run is empty"):
+        removal.choose_named(["1", ""], tmp_path)

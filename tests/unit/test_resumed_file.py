@@ -80,16 +80,24 @@ def test_the_newest_run_goes_on_that_did_not_complete_and_was_not_quick() -> Non
     assert resume.newest(a) == finished
 
     failed = run(12, "a.yaml", steps=2, status="FAILED")
-    state = RunState(folder=failed, experiment=a.experiment, opened=opened("a.yaml"), status="FAILED")
-    newer = run(13, "a.yaml", steps=2, status="FINISHED")
+    run(13, "a.yaml", steps=2, status="FINISHED")
     run(14, "a.yaml", steps=2, status="KILLED", quick=True)
     assert resume.newest(a) == failed
-    (note,) = resume.describe_newer(a, state)
-    assert note.endswith(f"The newer run {newer.name} is complete. To continue that run, use --resume {newer.name}")
 
     killed = run(15, "a.yaml", steps=2)
     assert resume.newest(a) == killed
-    assert resume.describe_newer(a, state.model_copy(update={"folder": killed})) == []
+
+
+def test_a_run_with_a_damaged_journal_is_left_out_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    a = experiment("a.yaml")
+    whole, damaged = run(10, "a.yaml"), run(11, "a.yaml")
+    events = damaged / "events.jsonl"
+    events.write_bytes(b"\0" * 40 + events.read_bytes())
+    assert resume.newest(a) == resume.newest(a) == whole
+    assert capsys.readouterr().err == (
+        f"warning: not used: {events}:1: this line is damaged. "
+        f"Remove the run: pipeline remove {damaged} --keep-mlflow\n"
+    )
 
 
 def test_a_run_of_another_file_is_refused_by_name() -> None:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from samples import finished, spread
 
 from pipeline.commands.list import format_age, format_runs
+from pipeline.commands.options import summary_of
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
@@ -110,14 +112,25 @@ def test_a_run_is_running_while_its_journal_is_open_and_a_damaged_line_does_not_
     (summary,) = runs.summaries(tmp_path)
     assert (summary.status, summary.speedup) == ("KILLED", 1.5)
 
+    (folder / FILE_NAME).write_bytes(b"{}\n" + b"".join(lines[1:]))
+    with pytest.raises(UsageError, match=r"events\.jsonl:1: this line is damaged\. Remove the run"):
+        summary_of(folder.name, tmp_path)
+
 
 LONG = "20260301-110000-a-long-name-of-an-experiment-bbbb"
 
 
 def long_and_short(directory: Path) -> None:
     metrics = {"validation/loss": 0.03347, "validation/accuracy": 0.98611}
-    run(directory, LONG, params={"name": "a-long-name-of-an-experiment"}, metrics=metrics, rate=18468.3)
-    run(directory, "20260301-120000-digits-aaaa", interval=(0.93, 1.09), speedup=1.01, status=None)
+    long = run(directory, LONG, params={"name": "a-long-name-of-an-experiment"}, metrics=metrics, rate=18468.3)
+    save_speedup(long, value=1.5, low=1.4, high=1.6)
+    short = run(directory, "20260301-120000-digits-aaaa", status=None)
+    save_speedup(short, value=1.01, low=0.93, high=1.09, state="inconclusive")
+
+
+def save_speedup(folder: Path, **known: Any) -> None:
+    fact = Fact(key="speedup", unit="x", **known)
+    save(Result(kind="run", name="digits", title="t", headline=(), verdict="v", facts=(fact,)), folder)
 
 
 def test_a_list_has_a_line_for_each_run_and_the_columns_that_there_is_room_for(tmp_path: Path) -> None:
@@ -137,12 +150,12 @@ def test_a_list_has_a_line_for_each_run_and_the_columns_that_there_is_room_for(t
 
 
 def test_a_speedup_is_shown_as_far_as_it_is_clear(tmp_path: Path) -> None:
-    folder = run(tmp_path, "20260301-120000-digits-aaaa", interval=(0.17, 0.71), speedup=0.34)
+    folder = run(tmp_path, "20260301-120000-digits-aaaa")
+    save_speedup(folder, value=0.34, low=0.17, high=0.71)
     assert "  0.17x to 0.71x  " in shown(200, tmp_path)[1]
     facts = {"ok": "1.84x", "inconclusive": "inconclusive", "invalid": "not valid"}
-    for state, text in facts.items():  # by its result, which is newer
-        fact = Fact(key="speedup", value=1.84, low=1.7, high=1.9, unit="x", state=state)  # type: ignore[arg-type]
-        save(Result(kind="run", name="digits", title="t", headline=(), verdict="v", facts=(fact,)), folder)
+    for state, text in facts.items():
+        save_speedup(folder, value=1.84, low=1.7, high=1.9, state=state)
         assert f"  {text}  " in shown(200, tmp_path)[1]
 
 

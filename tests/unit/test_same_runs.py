@@ -112,6 +112,13 @@ def test_a_stopped_run_is_continued_and_a_running_one_is_waited_for(tmp_path: Pa
         find(tmp_path)
 
 
+def test_a_run_with_a_damaged_line_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = recorded(tmp_path, 1, "seed=3") / FILE_NAME
+    events.write_bytes(events.read_bytes().replace(b"\n", b"\n{damaged\n", 1))
+    assert find(tmp_path) == find(tmp_path) == Same({}, {}, 0)
+    assert capsys.readouterr().err.count(f"warning: not used: {events}:2: this line is damaged") == 1
+
+
 def test_only_trainings_in_turn_have_times(tmp_path: Path) -> None:
     recorded(tmp_path, 1, "seed=3")
     own = recorded(tmp_path, 2, "seed=4", trained_in_turn="key")

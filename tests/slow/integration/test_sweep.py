@@ -160,9 +160,3 @@ def test_run_says_that_it_leaves_the_sweep_out(command: Callable[..., Ended], tm
     assert "This run uses the values of the file. To search the values of its sweep section" in " ".join(
         plan.stdout.split()
     )
-
-
-def test_check_says_what_the_sweep_would_do(command: Callable[..., Ended]) -> None:
-    checked = command("check", str(REPOSITORY / "experiments" / "sweep.yaml"))
-    assert checked.code == 0
-    assert "ok; sweep of 8 trials over optimizer.lr (log_uniform [0.001, 1.0])" in checked.stdout

@@ -70,8 +70,8 @@ def test_the_help_lists_all_commands_in_their_groups(command: Command) -> None:
     [
         (["--train.epochs", "3"], "train.epochs=3"),
         (["--train.epochs=3"], "train.epochs=3"),
-        (["--epochs", "3"], "train.epochs=3"),
-        (["--lr=0.2"], "optimizer.lr=0.2"),
+        (["--epochs", "3"], "epochs=3"),
+        (["--lr=0.2"], "lr=0.2"),
         (["--seed", "1", "--dry-run"], "seed=1"),
         (["--train.global-batch-size", "--dry-run"], "train.global_batch_size=VALUE"),
         (["--dry-run", "--", "--seed=1"], "seed=1"),
@@ -85,11 +85,12 @@ def test_a_key_with_dashes_is_told_without(command: Command, words: list[str], m
     assert ended.stderr.endswith(f": not an option. Write {meant}, without dashes.\n")
 
 
-def test_an_option_that_is_no_key_is_one_that_there_is_not(command: Command) -> None:
-    ended = command("run", MLP, "--nope", "3")
+def test_an_option_with_a_wrong_letter_names_the_option(command: Command) -> None:
+    ended = command("run", MLP, "--quik")
 
     assert ended.code == 2
-    assert "No such option: --nope" in ended.stderr
+    assert "No such option: --quik" in ended.stderr
+    assert "--quick" in ended.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["schema"]])
@@ -117,7 +118,7 @@ def test_the_experiments_are_right(command: Command, path: Path) -> None:
         pytest.importorskip("torchvision")
     ended = command("check", "--no-data", str(path))
     assert ended.code == 0
-    assert re.fullmatch(rf"{re.escape(str(path))}: ok(; sweep of .*)?\n", ended.stdout)
+    assert ended.stdout == f"{path}: ok\n"
 
 
 def test_check_takes_values_for_its_files(command: Command) -> None:

@@ -11,7 +11,6 @@ HEAVY = ("torch", "ray", "mlflow", "torchmetrics")
 ASKED = {
     "an experiment file": "from pipeline.experiment import load, components; load.load('experiments/mlp.yaml')",
     "strategies and launchers": "from pipeline import registry as r; r.names('strategies'); r.names('launchers')",
-    "keys": "from pipeline.experiment import load; load.list_keys()",
     "the machine": "from pipeline.plan.resources import detect; detect()",
     "new projects": "from pipeline.commands.new import create",
 }
