@@ -287,8 +287,8 @@ FAULTS = (
         "the speedup of another training is valid",
         "a speedup is not valid if the losses differ",
         "pipeline/results/speedup.py",
-        'if row.claim in ("inconclusive", "invalid"):',
-        'if row.claim == "inconclusive":',
+        'return "invalid" if self.claim == "invalid" else',
+        'return "ok" if self.claim == "invalid" else',
         ("tests/unit/test_run_results.py",),
     ),
     Fault(
