@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -30,8 +29,6 @@ HERE = Path(__file__).parent
 HOME, USER, NODE = "/home/user", "user", "node-1"
 """What stands in the recordings for this machine's; tests/system/replay puts its own folder in the place of `LAB`."""
 LAB = f"{HOME}/lab"
-DOT = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
-"""A picture of one pixel, in the place of charts."""
 PATIENCE_S = 400.0
 INPROCESS = ["parallel.strategy=single", "parallel.launcher=inprocess", "parallel.workers=1"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2"]
@@ -251,9 +248,7 @@ def keep(folder: Path, *, name: str, lab: Lab) -> None:
             path.unlink()  # the way to a driver that is no more, or what no rank has said
         elif "checkpoints" in path.parts:
             path.unlink()
-        elif path.suffix == ".png":
-            path.write_bytes(DOT)
-        elif path.suffix not in (".npy", ".npz", ".pt"):
+        elif path.suffix not in (".npy", ".pt"):
             path.write_text(_anonymous(path.read_text(), lab=lab))
     for folder in sorted((path for path in (HERE / name).rglob("*") if path.is_dir()), reverse=True):
         with suppress(OSError):

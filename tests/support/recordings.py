@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 JOURNALS = TESTS / "journals"
 LAB = "/home/user/lab"
 """What stands in the recordings for the folder in which they were made."""
-_BINARY = (".npy", ".pt", ".png", ".safetensors")
+_BINARY = (".npy", ".pt", ".safetensors")
 
 
 class Recording(NamedTuple):
