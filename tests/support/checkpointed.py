@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train.manifest import folder_name, step_of
 from pipeline.train.run import train
@@ -51,24 +50,10 @@ class Saving(toys.Kept):
         return [point for name in names or ("train/loss",) for point in self.points(name) if point.step > step]
 
 
-def trial(address: Path | str, **sections: Any) -> Training:
-    """Return a training of toys with checkpoints at an address.
-
-    Args:
-        address: of the checkpoints.
-        sections: of `toys.trial`, and fields of the trial: resume, allow_changed, strategy, options, initial, is_quick.
-    """
-    fields = ("resume", "allow_changed", "strategy", "options", "initial", "is_quick")
-    own = {name: sections.pop(name) for name in fields if name in sections}
-    made = toys.trial(**sections)
-    assert isinstance(made, Training)
-    return made.model_copy(update={**own, "checkpoints": str(address)})
-
-
 def run(address: Path | str, *, outbox: Saving | None = None, **more: Any) -> Saving:
-    """Train a `trial`."""
+    """Train a `toys.trial` with checkpoints at an address."""
     outbox = outbox or Saving()
-    outbox.result = train(trial(address, **more), rank=Rank(), outbox=outbox)
+    outbox.result = train(toys.trial(checkpoints=str(address), **more), rank=Rank(), outbox=outbox)
     return outbox
 
 

@@ -42,9 +42,7 @@ def toy_run(
     (lab / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys", "toy_metrics"]\n')
     folder = lab / "runs" / name
     folder.mkdir(parents=True)
-    trial = toys.trial(**{"parallel": HERE, **sections})
-    update = {"checkpoints": str(folder / "checkpoints"), "exports": exports}
-    trial = trial.model_copy(update=update)
+    trial = toys.trial(**{"parallel": HERE, **sections}, checkpoints=str(folder / "checkpoints"), exports=exports)
     outbox = InFolder(folder)
     result = train(trial, rank=Rank(), outbox=outbox)
     (folder / "experiment.yaml").write_text(to_yaml(trial.experiment))

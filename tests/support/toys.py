@@ -19,7 +19,7 @@ from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import AnyEvent, Metrics, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, Measurement, Training, Trial
+from pipeline.protocol.trial import Baseline, CellMeasurement, Measurement, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import Loss
 from pipeline.train import Hook, State
@@ -28,8 +28,9 @@ from pipeline.train.run import train
 
 Kind = TypeVar("Kind", bound=Hook)
 
-KINDS = ("contrastive", "features", "gans", "metrics", "orders", "own", "streams")
-"""Modules toy_KIND that experiments may name, too."""
+ALLOWED = (*BUILT_IN, *sorted(path.stem for path in Path(__file__).parents[1].rglob("*.py")))
+"""What experiments of tests may name: modules of tests, too."""
+_FIELDS = frozenset(Training.model_fields) | frozenset(CellMeasurement.model_fields)
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""
 
@@ -89,42 +90,33 @@ def experiment(**sections: Any) -> Experiment:
     )
 
 
-def trial(
-    *,
-    max_steps: int | None = None,
-    kind: type[Measurement] = Baseline,
-    measures: bool = False,
-    allowed: str = "",
-    **sections: Any,
-) -> Trial:
-    """Return a training, or with ``max_steps`` a measurement of that kind.
+def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, **wanted: Any) -> Trial:
+    """Return a training that measures nothing, or with ``max_steps`` a measurement of that kind.
 
     Args:
         max_steps: how many steps are measured.
         kind: of the measurement.
-        measures: True if the training also measures something afterwards, which takes longer than a toy trains.
-        allowed: one more module that the experiment may name.
-        sections: of the experiment.
+        wanted: sections of the experiment, and fields of the trial.
     """
+    fields = {name: wanted.pop(name) for name in wanted.keys() & _FIELDS - {"name"}}
     shared: dict[str, Any] = {
-        "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
-        "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
-        "allowed": (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in KINDS), *([allowed] if allowed else [])),
+        "name": "main", "experiment": experiment(**wanted), "strategy": "single", "launcher": "inprocess",
+        "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1, "allowed": ALLOWED, **fields,
     }  # fmt: skip
     if max_steps is None:
-        return Training(**shared, train_only=not measures)
+        return Training(**{"train_only": True, **shared})
     return kind(**shared, max_steps=max_steps)
 
 
-def trained(**wanted: Any) -> tuple[TrialResult, Kept]:
-    """Train a `trial`; return its result and what it has sent."""
+def trained(*, rank: Rank = Rank(), **wanted: Any) -> tuple[TrialResult, Kept]:  # noqa: B008 (frozen)
+    """Train a `trial` on a rank; return its result and what it has sent."""
     outbox = Kept()
-    return train(trial(**wanted), rank=Rank(), outbox=outbox), outbox
+    return train(trial(**wanted), rank=rank, outbox=outbox), outbox
 
 
-def built(*, outbox: Any = None, **wanted: Any) -> State:
+def built(*, outbox: Any = None, rank: Rank = Rank(), **wanted: Any) -> State:  # noqa: B008 (frozen)
     """Build a `trial`, up to its first step."""
-    return build(trial(**wanted), rank=Rank(), outbox=outbox or Kept())
+    return build(trial(**wanted), rank=rank, outbox=outbox or Kept())
 
 
 def hook(s: State, kind: type[Kind]) -> Kind:

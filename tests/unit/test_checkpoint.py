@@ -12,7 +12,6 @@ import fsspec
 import pytest
 import torch
 import toys
-from census import injected
 from checkpointed import EVERY, STEPS, Saving, run, steps, until
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
@@ -145,7 +144,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damage_in_the_newest_leads_to_the_one_before(copy: Path, original: tuple[Path, Saving], kind: str) -> None:
     damage, message = DAMAGE[kind]
     damage(copy / folder_name(5))
-    injected("corruptions")
     outbox = run(copy, resume=True, **EVERY)
     assert outbox.resumed == [4]
     (warning,) = outbox.warnings

@@ -83,7 +83,7 @@ def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path, mo
     monkeypatch.setattr(measure, "probe", lambda s, **_: samples.parts(step_ms=5.0))
     run(tmp_path / "whole", "Stateful")
     toy_streams.Stateful.read = 0
-    continued(tmp_path, "Stateful", stopped=7, measures=True)
+    continued(tmp_path, "Stateful", stopped=7, train_only=False)
     # the first sixteen to look at, eight to compare, sixteen to train on, eight to measure a step behind the last
     assert toy_streams.Stateful.read == 16 + 8 + 16 + 8
 

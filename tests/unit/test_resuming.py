@@ -213,7 +213,7 @@ class MixUp:
 
 def test_a_step_that_draws_is_resumed_exactly(tmp_path: Path) -> None:
     drawing: dict[str, Any] = {
-        "allowed": HERE, "model": {"_target_": f"{HERE}.Drifting"}, "task": {"_target_": f"{HERE}.MixUp"}, "loss": None,
+        "model": {"_target_": f"{HERE}.Drifting"}, "task": {"_target_": f"{HERE}.MixUp"}, "loss": None,
     }  # fmt: skip
     whole = run(tmp_path / "whole", **EVERY, **drawing)
     for step in (1, 3, 4):

@@ -264,9 +264,7 @@ def own(of: str, **sections: Any) -> dict[str, Any]:
 def built(*, accumulation: int = 2, **sections: Any) -> tuple[State, list[str]]:
     """A training that is built, and its warnings."""
     train, outbox = {"gradient_accumulation": accumulation, **sections.pop("train", {})}, toys.Kept()
-    trial = toys.trial(**sections, train=train, allowed=HERE)
-    trial = trial.model_copy(update={"allowed": (*trial.allowed, "weighed")})
-    return build(trial, rank=Rank(), outbox=outbox), outbox.warnings
+    return toys.built(**sections, train=train, outbox=outbox), outbox.warnings
 
 
 @pytest.mark.parametrize(

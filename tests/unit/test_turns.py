@@ -108,7 +108,7 @@ MEASURE = {"rounds": 5, "time_budget_s": 600, "warmup_steps": 1, "steps": 2}
 
 def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = None, **sections: Any) -> Training:
     """A training with trials to compare; ``own`` are sections of the first one's experiment alone."""
-    trial = toys.trial(benchmark=MEASURE, measures=True, **sections)
+    trial = toys.trial(benchmark=MEASURE, train_only=False, **sections)
     assert isinstance(trial, Training)
     left_out = {"role", "experiment", *(Training.model_fields.keys() - Trial.model_fields.keys())}
     others = []

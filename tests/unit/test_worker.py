@@ -158,7 +158,7 @@ def test_a_failure_has_the_reference_to_a_variable_of_the_environment(monkeypatc
 
 
 def test_a_node_without_the_folder_of_the_run_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    there = toys.trial(**BROKEN).model_copy(update={"folder": str(tmp_path / "gone")})
+    there = toys.trial(**BROKEN, folder=str(tmp_path / "gone"))
     assert failure(there).error == (
         f"{os.uname().nodename} has no folder {tmp_path}/gone. All nodes must share the folder of runs. "
         "Set tracking.directory to a place that they share."
@@ -170,16 +170,16 @@ def test_a_node_without_the_folder_of_the_run_is_refused_before_anything_is_buil
 
 def test_a_strategy_that_needs_a_process_group_gets_one_and_leaves_none() -> None:
     grouped = toys.Kept()
-    worker.run(toys.trial().model_copy(update={"strategy": "ddp"}), rank=Rank(), outbox=grouped)
+    worker.run(toys.trial(strategy="ddp"), rank=Rank(), outbox=grouped)
     assert not torch.distributed.is_initialized()
     assert grouped.series("train/loss") == pytest.approx(toys.trained()[1].series("train/loss"), rel=1e-12)
-    failure(toys.trial(**BROKEN).model_copy(update={"strategy": "ddp"}))
+    failure(toys.trial(**BROKEN, strategy="ddp"))
     assert not torch.distributed.is_initialized()
 
 
 def test_an_error_is_reported_before_an_abort_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL waits for the other ranks, which wait for the failed one."""
-    trial = toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"strategy": "ddp"})
+    trial = toys.trial(model={"_target_": "toys.BrokenModel"}, strategy="ddp")
     outbox, freed, reported = toys.Kept(), threading.Event(), list[AnyEvent]()
     monkeypatch.setattr(worker, "_ABORT_S", 0.1)
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", freed.wait)
@@ -197,7 +197,7 @@ def test_a_group_of_gpus_outlasts_the_hang_detector_and_is_destroyed_at_a_stop(m
     monkeypatch.setattr(worker, "device_of", lambda *_, **__: torch.device("cuda", 1))
     monkeypatch.setattr(dist, "init_process_group", lambda **given: calls.append(given))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
-    trial = toys.trial(parallel={"timeout_s": 100}).model_copy(update={"strategy": "ddp"})
+    trial = toys.trial(parallel={"timeout_s": 100}, strategy="ddp")
     with pytest.raises(Stopped), worker.process_group(trial, Rank(), store=None, end=None):
         raise Stopped
     given, end = calls

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from census import injected
 from checkpointed import Saving, run, steps
 from recordings import copied, written_here
 
@@ -57,7 +56,6 @@ def test_a_run_whose_weights_are_lost_fails_and_can_be_continued(
 def test_a_full_disk_is_told_and_training_goes_on(small: Path) -> None:
     filler = small / "filler"
     filler.write_bytes(b"x" * (2**20 - 2**14))
-    injected("fills")
 
     outbox = run(
         small / "checkpoints", outbox=Saving(lambda step: filler.unlink(missing_ok=True) if step == 9 else None),

@@ -29,7 +29,7 @@ def test_the_trained_model_is_exported_last_for_batches_of_any_size() -> None:
     state = torch.get_rng_state()
     torch.manual_seed(1)
     outbox = toys.Kept()
-    train(toys.trial().model_copy(update={"exports": True}), rank=Rank(), outbox=outbox)
+    train(toys.trial(exports=True), rank=Rank(), outbox=outbox)
     assert torch.equal(torch.get_rng_state(), state)
     assert outbox.series("train/loss") == alone.series("train/loss")
 

@@ -24,12 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Held
-from pipeline.train.build import build
 from pipeline.train.evaluate import evaluate, full_state_dict
 from pipeline.train.kept import compute_gradients
 from pipeline.train.manifest import folder_name
 from pipeline.train.ranks import local
-from pipeline.train.run import train
 from pipeline.train.state import State
 
 ROUNDED = 1e-12
@@ -67,8 +65,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def steps(rank: Rank, sections: dict[str, Any], options: Mapping[str, Any] = {}, strategy: str = "fsdp") -> State:
-    trial = toys.trial(**LARGE | sections)
-    s = build(trial.model_copy(update={"strategy": strategy, "options": dict(options)}), rank=rank)
+    s = toys.built(rank=rank, strategy=strategy, options=options, **LARGE | sections)
     stream = s.batches.stream(0, last_step=s.order.steps_per_epoch)
     for step in range(s.order.steps_per_epoch):
         s.train_step(s, stream, step=step)
@@ -104,8 +101,7 @@ def test_the_work_differs(expected: dict[str, Weights]) -> None:
 
 def measure_in_between(rank: Rank) -> Weights:
     """A step; then what one rank does without the other, which must not wait or leave a trace; then the other steps."""
-    trial = toys.trial(**LARGE | WORK["one sample left"])
-    s = build(trial.model_copy(update={"strategy": "fsdp"}), rank=rank)
+    s = toys.built(rank=rank, strategy="fsdp", **LARGE | WORK["one sample left"])
     stream = s.batches.stream(0, last_step=s.order.steps_per_epoch)
     s.train_step(s, stream, step=0)
     if rank.is_first:
@@ -187,10 +183,8 @@ STEPS, STOPPED = 6, 4
 
 def run(rank: Rank, folder: Path, strategy: str, resume: bool = False) -> tuple[toys.Kept, Held]:
     sections = {**LARGE, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "fused": False}}
-    trial = toys.trial(**sections, checkpoint={"every_steps": 1, "keep": 100})
-    update = {"strategy": strategy, "checkpoints": str(folder), "resume": resume, "workers": rank.world_size}
-    outbox = toys.Kept()
-    result = train(trial.model_copy(update=update), rank=rank, outbox=outbox)
+    how = {"strategy": strategy, "checkpoints": str(folder), "resume": resume, "workers": rank.world_size}
+    result, outbox = toys.trained(rank=rank, **how, **sections, checkpoint={"every_steps": 1, "keep": 100})
     assert result.held is not None
     return outbox, result.held
 

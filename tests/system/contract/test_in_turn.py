@@ -42,14 +42,11 @@ def trial(case: str) -> Training:
         "benchmark": MEASURE, "model": {"_target_": "toys.wide_net"},
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
     }  # fmt: skip
-    baseline = toys.trial(max_steps=3, kind=Baseline, **sections)
-    if case == "broken baseline":
-        baseline = toys.trial(max_steps=3, kind=Baseline, **{**sections, "model": {"_target_": "test_in_turn.Broken"}})
-    allowed = (*baseline.allowed, "test_in_turn")
-    baseline = baseline.model_copy(update={"name": "baseline", "allowed": allowed})
+    broken = {"model": {"_target_": "test_in_turn.Broken"}} if case == "broken baseline" else {}
+    baseline = toys.trial(max_steps=3, kind=Baseline, **{**sections, **broken})
+    baseline = baseline.model_copy(update={"name": "baseline"})
     strategy = "fsdp" if case == "fsdp" else "ddp"
-    own = {"strategy": strategy, "workers": 2, "allowed": allowed, "compared_with": (baseline,)}
-    made = toys.trial(measures=True, **sections).model_copy(update=own)
+    made = toys.trial(train_only=False, strategy=strategy, workers=2, compared_with=(baseline,), **sections)
     assert isinstance(made, Training)
     return made
 
