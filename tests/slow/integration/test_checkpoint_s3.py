@@ -5,7 +5,6 @@
 import os
 import random
 
-from census import injected
 from checkpointed import Saving, run, steps
 from s3 import BUCKET, S3
 
@@ -19,7 +18,6 @@ def test_an_outage_is_told_once_and_training_goes_on(s3: S3, draw: random.Random
         ADDRESS, outbox=Saving(lambda step: do.pop(step, lambda: None)()), train={"epochs": 4},
         checkpoint={"every_steps": 1, "keep": 1, "best": "validation/loss"},
     )  # fmt: skip
-    injected("outages")
 
     assert len(outbox.series("train/loss")) == 12
     first, second = outbox.warnings
