@@ -39,7 +39,7 @@ def toy_run(
     exports: bool = False, **sections: Any,
 ) -> Path:  # fmt: skip
     """A run in ``lab/runs``, which an experiment file in ``lab`` may continue; no status: its driver was killed."""
-    (lab / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys", "toy_metrics"]\n')
+    (lab / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys", "toy_metrics", "test_export"]\n')
     folder = lab / "runs" / name
     folder.mkdir(parents=True)
     trial = toys.trial(**{"parallel": HERE, **sections}, checkpoints=str(folder / "checkpoints"), exports=exports)

@@ -3,12 +3,10 @@
 Components name what stands here by ``_target_: toys.NAME``.
 """
 
-import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
-from weakref import ref
 
 import numpy as np
 import torch
@@ -185,16 +183,6 @@ class Plain(Dataset[Any]):
         return sample
 
 
-class Unseeded(Plain):
-    """Samples of even index differ each time they are read; others can't be read, as it happens."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 4 == 1:
-            raise OSError("the file is damaged")
-        inputs, targets = self.samples[index]
-        return (inputs if index % 2 else inputs + int.from_bytes(os.urandom(2))), targets
-
-
 class InEpochs(Dataset[Any]):
     """A map-style dataset whose samples are the epoch and a number that `set_epoch` draws; notes each call."""
 
@@ -234,14 +222,6 @@ def stream() -> tuple[Dataset[Any], None]:
     return Stream(), None
 
 
-def empty() -> tuple[Dataset[Any], None]:
-    return Plain([]), None
-
-
-def one_set() -> Dataset[Any]:
-    return Plain([1.0])
-
-
 def singles() -> tuple[Dataset[Any], None]:
     return TensorDataset(torch.ones(8, 3)), None
 
@@ -250,16 +230,6 @@ def unreadable(index: int) -> tuple[Dataset[Any], None]:
     pairs: list[Any] = [(torch.ones(3), torch.ones(1)) for _ in range(8)]
     pairs[index] = OSError("no such image")
     return Plain(pairs), None
-
-
-def paired() -> tuple[Dataset[Any], None]:
-    """Two inputs in each sample."""
-    return Plain([((torch.ones(3), torch.ones(3)), torch.ones(1))] * 8), None
-
-
-def far_away() -> tuple[Dataset[Any], None]:
-    """Each sample comes over a connection that breaks."""
-    return Plain([ConnectionResetError(104, "Connection reset by peer")] * 8), None
 
 
 def holes(index: int) -> tuple[Dataset[Any], None]:
@@ -297,20 +267,6 @@ class _NoisyPairs(Noisy):
 # Models, losses and other components
 
 
-class DrawnScales(nn.Linear):
-    """Scales of three generators outside the state_dict."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        self.plain, self.array = torch.rand(3) + 1, np.random.rand(3)
-        self.register_buffer("buffer", torch.full((3,), random.random()), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(
-            (inputs * self.plain * self.buffer).to(inputs.dtype) * torch.from_numpy(self.array).float()
-        )
-
-
 class Adapted(nn.Linear):
     """A frozen base in bf16, and an adapter in fp32."""
 
@@ -322,87 +278,8 @@ class Adapted(nn.Linear):
         return super().forward(inputs) + self.base(inputs.bfloat16()).float()
 
 
-class CountedCalls(nn.Linear):
-    """Each call of the training, or each call, changes what it computes."""
-
-    def __init__(self, *, always: bool) -> None:
-        super().__init__(3, 1)
-        self.always, self.calls = always, 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += self.training or self.always
-        return super().forward(inputs) * (1 + self.calls)
-
-
-class Centered(nn.Linear):
-    """Subtracts a running mean, which the state_dict lacks."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        self.register_buffer("mean", torch.zeros(3), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.mean.mul_(0.5).add_(inputs.detach().mean(0) + 1)
-        return super().forward(inputs - self.mean)
-
-
 def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-
-
-class Exponential(nn.Module):
-    """A task whose loss needs its own result for the backward pass, but not the model's outputs."""
-
-    are_outputs_alive: ClassVar[list[bool]] = []
-    """At the start of each backward pass."""
-
-    def __init__(self, is_weighted: bool = False) -> None:
-        super().__init__()
-        self.is_weighted = is_weighted
-
-    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-        outputs = model(batch[0])
-        count = torch.tensor(len(outputs)) if self.is_weighted else None
-        loss = outputs.exp().sum()
-        if loss.requires_grad:
-            alive = ref(outputs)
-            loss.register_hook(lambda _: self.are_outputs_alive.append(alive() is not None))
-        return Loss(loss, count, outputs, batch[1])
-
-
-def tf32_model() -> nn.Module:
-    torch.set_float32_matmul_precision("high")
-    return nn.Linear(3, 1)
-
-
-def tf32_model_by_backend() -> nn.Module:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
-    return nn.Linear(3, 1)
-
-
-class TF32InEvaluation(nn.Linear):
-    """Sets TF32 by the newer API, but not before it is evaluated."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training:
-            torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
-        return super().forward(inputs)
-
-
-def benchmarked() -> nn.Module:
-    assert torch.backends.cudnn.benchmark
-    return nn.Linear(3, 1)
-
-
-def convolutions() -> nn.Module:
-    """The second one has weights whose memory layout channels_last changes."""
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)
-    )
 
 
 def batch_norm_net() -> nn.Module:
@@ -412,11 +289,6 @@ def batch_norm_net() -> nn.Module:
 def likely_net() -> nn.Module:
     """Its outputs are probabilities: of other numbers torchmetrics asks each batch if it is to apply softmax."""
     return nn.Sequential(nn.Linear(3, 3), nn.Softmax(1))
-
-
-def flat_net() -> nn.Module:
-    """Its outputs have no dimension of size 1, as the targets have."""
-    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
 
 
 def wide_net() -> nn.Module:
@@ -468,28 +340,6 @@ class Logged:
         return Loss(loss * len(outputs), None, outputs, batch[1], {"twice": 2 * loss, **counted})
 
 
-class Rarely:
-    """A sum over nothing in each batch but the first, whose log is NaN there, as a mean over nothing is."""
-
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        outputs = model(batch[0])
-        there = (batch[1] > 0).sum()
-        return Loss((outputs * 0).sum() + there, there, outputs, batch[1], {"share": 0.5 * there / there})
-
-
-class PerSample(nn.Module):
-    """A loss for each sample instead of their mean."""
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).pow(2)
-
-
-class PerSampleTask:
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        outputs = model(batch[0])
-        return Loss((outputs - batch[1]).pow(2), None, outputs, batch[1])
-
-
 class SquaredTask:
     """A task that calls torch's loss itself."""
 
@@ -505,41 +355,6 @@ class BrokenModel(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         raise LookupError(self.why)
-
-
-class Refused(BrokenModel):
-    def __init__(self, why: str) -> None:
-        raise ValueError(why)
-
-
-class Quits(BrokenModel):
-    def forward(self, inputs: Tensor) -> Tensor:
-        raise SystemExit("the user's model gives up")
-
-
-def accuracy_function() -> Any:
-    return lambda outputs, targets: 1.0
-
-
-class DrawsInEvaluation(BrokenModel):
-    """Draws random numbers where dropout doesn't."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training:
-            torch.rand(1)
-        outputs: Tensor = self.layer(nn.functional.dropout(inputs, training=self.training))
-        return outputs
-
-
-class CodeInState(torch.optim.lr_scheduler.LRScheduler):
-    """A scheduler whose state can't be saved without pickle."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.secret = lambda: 1.0
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float | Tensor]:
-        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def broken_collate() -> Any:
@@ -562,20 +377,6 @@ def images(samples: int = 96) -> tuple[Dataset[Any], Dataset[Any]]:
     pictures = torch.randn(samples, 1, 8, 8, generator=generator)
     classes = TensorDataset(pictures, torch.arange(samples) % 10)
     return classes, classes
-
-
-class Stretched:
-    """Takes anything and is nothing in particular."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-
-def picture(dot: int) -> tuple[Dataset[Any], None]:
-    """Large samples that differ in the middle only, where the text of a tensor says "..."."""
-    images = torch.zeros(4, 3 * 1000)
-    images[:, 1500] = dot
-    return TensorDataset(images, torch.zeros(4, 1)), None
 
 
 def named() -> tuple[Dataset[Any], None]:
@@ -612,21 +413,6 @@ class ComparedTask:
         more = () if self.more is None else (self.more,)
         outputs = model(inputs, inputs.flip(1), *more)
         return Loss((outputs - targets).pow(2).sum(), None, outputs, targets)
-
-
-class BodyTask:
-    """Calls a part of the model."""
-
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        outputs = model.body(batch[0])
-        return Loss(outputs.pow(2).mean() * len(outputs), None, outputs, batch[1])
-
-
-class Undecided(nn.Linear):
-    """Computes what depends on values of its inputs, so it can't be exported as one program."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs if inputs.sum() > 0 else -inputs)
 
 
 class Spare(nn.Module):
@@ -688,35 +474,6 @@ class Counting(nn.Module):
         return outputs
 
 
-def counting_net() -> nn.Module:
-    return nn.Sequential(Counting(), nn.Linear(1, 1))
-
-
-class Hungry(nn.Linear):
-    """Runs out of memory with more than ``most`` samples."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(3, 1)
-        self.most = most
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if len(inputs) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return super().forward(inputs)
-
-
-class SparseBag(nn.Module):
-    """An embedding whose gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(8, 1, sparse=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.bag(inputs.abs().long().clamp(max=7))
-        return outputs
-
-
 class SparseWords(nn.Module):
     """An embedding whose gradient is sparse, and a dense layer."""
 
@@ -748,20 +505,6 @@ class Switching(nn.Module):
             self.body.requires_grad_(self.learns[1])
         outputs: Tensor = self.head(self.body(inputs).relu())
         return outputs
-
-
-class LateBloomer(nn.Module):
-    """A part of it is not used in the first three passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.late = nn.Linear(3, 1), nn.Linear(3, 1)
-        self.passes = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.passes += 1
-        outputs: Tensor = self.first(inputs)
-        return outputs + self.late(inputs) if self.passes > 3 else outputs
 
 
 class NormedNet(nn.Module):
@@ -802,11 +545,6 @@ def sequences(samples: int = 21, *, column: str = "") -> tuple[Dataset[Any], Dat
     more = {column: 0} if column else {}
     named = Plain({"input_ids": one, "labels": other, **more} for one, other in zip(tokens, labels, strict=True))
     return named, Plain(named.samples[:7])
-
-
-def flat_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
-    """Makes one group of all that it is given."""
-    return torch.optim.SGD([one for group in parameters for one in group["params"]], lr=lr)
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

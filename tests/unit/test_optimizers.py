@@ -22,6 +22,33 @@ from pipeline.train.parts import outline
 from pipeline.train.state import State
 from pipeline.train.trainer import train_step
 
+
+class SparseBag(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(8, 1, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.bag(inputs.abs().long().clamp(max=7))
+        return outputs
+
+
+class LateBloomer(nn.Module):
+    """A part of it is not used in the first three passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += 1
+        outputs: Tensor = self.first(inputs)
+        return outputs + self.late(inputs) if self.passes > 3 else outputs
+
+
 HERE = "test_optimizers"
 LR = "torch.optim.lr_scheduler."
 
@@ -56,7 +83,7 @@ def test_it_computes_in_one_kernel_what_torch_does_in_several(name: str, choice:
     assert any(kernel.startswith("aten::_fused_") for kernel in kernels) is not bool(choice)
 
 
-LATE = {"_target_": "toys.LateBloomer"}
+LATE = {"_target_": "test_optimizers.LateBloomer"}
 """A parameter gets its first gradient late, as one that is frozen at first, or that only some batches reach."""
 MOMENTUM = optimizer("SGD", momentum=0.9)
 
@@ -266,7 +293,7 @@ class TwoModes(torch.optim.SGD):
         return super().step(closure)
 
 
-WORDS, BAG, ROTATING = "toys.SparseWords", "toys.SparseBag", f"{HERE}.Rotating"
+WORDS, BAG, ROTATING = "toys.SparseWords", "test_optimizers.SparseBag", f"{HERE}.Rotating"
 FREE: dict[str, Any] = {"optimizer": {"_target_": f"{HERE}.TwoModes", "lr": 0.1}}
 CLIPPED = {"clip_grad_norm": 0.5, "on_nonfinite": "skip"}
 

@@ -26,6 +26,25 @@ from pipeline.errors import ExperimentError
 from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE, map_state
 
+
+def convolutions() -> nn.Module:
+    """The second one has weights whose memory layout channels_last changes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)
+    )
+
+
+class CodeInState(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler whose state can't be saved without pickle."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.secret = lambda: 1.0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
 HERE = "test_resuming"
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -155,7 +174,7 @@ def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(
 FORMATS: dict[str, dict[str, Any]] = {
     **{
         f"channels_last, {optimizer}": {
-            "model": {"_target_": "toys.convolutions"}, "data": {"_target_": "toys.images"},
+            "model": {"_target_": "test_resuming.convolutions"}, "data": {"_target_": "toys.images"},
             "loss": {"_target_": "torch.nn.CrossEntropyLoss"}, "optimizer": OPTIMIZERS[optimizer],
             "train": {"epochs": 1, "precision": "fp32", "memory_format": "channels_last", "ema": {"decay": 0.5}},
         } for optimizer in ("momentum", "AdamW")
@@ -343,5 +362,5 @@ def test_a_state_that_needs_code_is_refused_before_training(tmp_path: Path) -> N
     outbox = Saving()
     message = r"scheduler: its state has a function \(secret\).*checkpoint.keep: 0"
     with pytest.raises(ExperimentError, match=message):
-        run(tmp_path, outbox=outbox, scheduler={"_target_": "toys.CodeInState"})
+        run(tmp_path, outbox=outbox, scheduler={"_target_": "test_resuming.CodeInState"})
     assert outbox.saved == outbox.points("train/loss") == []

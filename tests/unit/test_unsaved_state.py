@@ -9,6 +9,7 @@ import checkpointed
 import numpy as np
 import pytest
 import torch
+import toy_metrics
 import toys
 from checkpointed import assert_same, resumed
 from torch import Tensor, nn
@@ -17,6 +18,18 @@ from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.tasks import Loss
 from pipeline.train.restored import evaluate_checkpoint
+
+
+class Ever(toy_metrics.Count):
+    """How many samples it has seen in all evaluations; ``persistent`` saves it."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.persistent(persistent)
+
+    def reset(self) -> None:
+        self._computed = None
+
 
 HERE = "test_unsaved_state"
 
@@ -133,7 +146,7 @@ def test_what_is_saved_or_computed_again_is_exact_and_not_named(sections: dict[s
 def test_a_metric_over_all_evaluations_is_resumed_if_its_states_are(
     persistent: bool, expected: float, tmp_path: Path
 ) -> None:
-    metrics = {"ever": {"_target_": "toy_metrics.Ever", "persistent": persistent}}
+    metrics = {"ever": {"_target_": "test_unsaved_state.Ever", "persistent": persistent}}
     checkpointed.run(tmp_path, train={"epochs": 1}, metrics=metrics)
     again = checkpointed.run(tmp_path, train={"epochs": 2}, metrics=metrics, resume=True)
     assert again.result.metrics["validation/ever"] == expected
