@@ -45,7 +45,7 @@ class Flip:
 _TASK = {"_target_": "toy_features.Task"}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "transform": {"train": {"batch_transform": {"_target_": "toy_features.Flip"}}},
-    "hook": {"hooks": [{"_target_": "toy_own.Halved", "doubles": True}]},
+    "hook": {"hooks": [{"_target_": "toys.Halved", "doubles": True}]},
     "clipping": {"train": {"clip_grad_norm": LIMIT}},
     "skipping": {"train": {"on_nonfinite": "skip"}, "data": {"_target_": "toys.nudged", "by": math.inf}},
     "warm-up": {"train": {"lr_scaling": {"warmup_steps": WARMUP}}},

@@ -4,7 +4,8 @@ Components name what stands here by ``_target_: toys.NAME``.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -262,6 +263,43 @@ def augmented() -> tuple[Dataset[Any], Dataset[Any]]:
 class _NoisyPairs(Noisy):
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)[:3], torch.tensor([float(index)])
+
+
+# Samplers, and data for them
+
+
+def imbalanced(counts: Sequence[int] = (37, 5, 1)) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Classes of very different sizes."""
+    targets = torch.cat([torch.full((count,), number) for number, count in enumerate(counts)])
+    targets = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(1))]
+    inputs = torch.randn(len(targets), 3, generator=torch.Generator().manual_seed(2)) + targets[:, None]
+    return TensorDataset(inputs, targets), TensorDataset(inputs[:9], targets[:9])
+
+
+def ragged(samples: int = 43) -> tuple[Dataset[Any], None]:
+    """Sequences of 1 to 30 tokens, each with its sum."""
+    lengths = torch.randint(1, 31, (samples,), generator=torch.Generator().manual_seed(3)).tolist()
+    return Plain([(torch.ones(length), torch.tensor([float(length)])) for length in lengths]), None
+
+
+def padded() -> Any:
+    """Collate function that pads to the longest."""
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(len(samples), 30)
+        for row, (tokens, _) in zip(rows, samples, strict=True):
+            row[: len(tokens)] = tokens
+        return rows, torch.stack([target for _, target in samples])
+
+    return collate
+
+
+def twice(samples: Any, epoch: int, generator: torch.Generator) -> list[int]:
+    return [*range(len(samples)), *range(len(samples))]
+
+
+def given(samples: Any, epoch: int, generator: torch.Generator, indices: Any) -> Any:
+    return indices
 
 
 # Models, losses and other components
@@ -556,3 +594,64 @@ def with_a_part_named_task() -> nn.Module:
     model = nn.Sequential()
     model.add_module("task", nn.Linear(3, 1))
     return model
+
+
+# Hooks
+
+
+class Halved(Hook):
+    """Gradients of half the size, and as a choice inputs of twice the size, in training only."""
+
+    def __init__(self, *, doubles: bool = False) -> None:
+        self.doubles = doubles
+
+    def transform(self, batch: Any) -> Any:
+        return (2 * batch[0], batch[1]) if self.doubles else batch
+
+    def before_update(self, s: State) -> None:
+        for gradient in s.gradients:
+            gradient /= 2
+
+
+class Mean(Hook):
+    """Mean of the weights after each step, which are evaluated and saved as the result."""
+
+    def start(self, s: State) -> None:
+        self.steps = 0
+        self.means = {name: one.detach().clone() for name, one in s.model.named_parameters()}
+
+    def after_step(self, s: State) -> None:
+        self.steps += 1
+        for name, one in s.model.named_parameters():
+            self.means[name].lerp_(one.detach(), 1 / self.steps)
+
+    def report(self, s: State) -> Mapping[str, float]:
+        return {"averaged": float(self.steps)}
+
+    def after_evaluation(self, s: State, values: Mapping[str, float]) -> Mapping[str, float]:
+        return {"means/steps": self.steps, "means/loss": values["validation/loss"]}
+
+    @contextmanager
+    def evaluating(self, s: State) -> Iterator[None]:
+        own = dict(s.model.named_parameters())
+        kept: dict[str, Tensor] = {name: one.detach().clone() for name, one in own.items()}
+        with torch.no_grad():
+            for name, one in own.items():
+                one.copy_(self.means[name])
+            yield
+            for name, one in own.items():
+                one.copy_(kept[name])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"steps": self.steps, "means": self.means}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.means = state["steps"], dict(state["means"])
+
+
+class NoisyGradients(Hook):
+    """Adds noise to the gradients."""
+
+    def before_update(self, s: State) -> None:
+        for gradient in s.gradients:
+            gradient += 0.1 * torch.randn_like(gradient)

@@ -68,10 +68,10 @@ class EndingAtStep(Hook):
             s.stop_reason = "two steps are enough"
 
 
-HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
+HALVED, MEAN = {"_target_": "toys.Halved"}, {"_target_": "toys.Mean"}
 
 
-HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
+HALVED, MEAN = {"_target_": "toys.Halved"}, {"_target_": "toys.Mean"}
 
 
 def test_only_the_build_knows_the_built_in_hooks() -> None:

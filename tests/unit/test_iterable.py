@@ -50,7 +50,7 @@ def test_a_stream_trains_what_samples_in_this_order_train() -> None:
 def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
     """Nine steps of eight samples are three times 22 samples, and six."""
     streamed = toys.trained(data=data("Plain"), train=ENDLESS)[1]
-    repeated = {"_target_": "toy_orders.given", "indices": [index % 22 for index in range(72)]}
+    repeated = {"_target_": "toys.given", "indices": [index % 22 for index in range(72)]}
     by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, sampler=repeated, train=ENDLESS)[1]
     assert losses(streamed) == losses(by_index)
 

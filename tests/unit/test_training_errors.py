@@ -137,7 +137,7 @@ CLASSES = {
     "data": {"_target_": "toys.classification"},
     "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
 }
-MEAN, HALVED = {"_target_": "toy_own.Mean"}, {"_target_": "toy_own.Halved"}
+MEAN, HALVED = {"_target_": "toys.Mean"}, {"_target_": "toys.Halved"}
 SCALED: dict[str, Any] = {"lr_scaling": {"rule": "linear", "base_batch_size": 2}}
 NET: dict[str, Any] = {"model": {"_target_": "toys.NormedNet"}}
 
@@ -265,7 +265,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # Hooks and transforms
     ({"hooks": [{"_target_": f"{HERE}.Halving"}]}, "hooks: transform() returned 4 of 8 samples"),
     ({"hooks": [{"_target_": f"{HERE}.no_hook"}]}, "hooks[0]: is a int, not a pipeline.train.Hook; derive it from"),
-    ({"hooks": [MEAN, HALVED, MEAN]}, "hooks[2]: is a second toy_own.Mean; list each hook once"),
+    ({"hooks": [MEAN, HALVED, MEAN]}, "hooks[2]: is a second toys.Mean; list each hook once"),
     (returning("report", [1]), "hooks: ... Returning.report returned list; return numbers by name, or {}"),
     (returning("report", {"loss": 9.0}), "hooks: ... Returning reports loss, which is taken"),
     (returning("after_evaluation", {"x": "high"}),
