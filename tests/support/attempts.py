@@ -12,7 +12,7 @@ import psutil
 import pytest
 from command import Ended
 from job import Job
-from recordings import copied, written_here
+from recordings import Store, copied, written_here
 
 STEPS = 240
 """60 epochs of 4 steps, the last of each smaller."""
@@ -34,8 +34,8 @@ class Attempt(Job):
 
     def __init__(self, project: Path, folder: Path, *more: str) -> None:
         super().__init__(project, runs=folder / "runs")
-        self.store = f"sqlite:///{folder}/mlflow.db"
-        where = [f"tracking.uri={self.store}", f"tracking.directory={folder}/runs"]
+        self.store = Store(f"sqlite:///{folder}/mlflow.db")
+        where = [f"tracking.uri={self.store.uri}", f"tracking.directory={folder}/runs"]
         self.arguments = ["lab.yaml", *TRAINING, *more, *where]
 
     def begin(self, *more: str, torchrun: bool = False) -> "subprocess.Popen[str]":
@@ -60,13 +60,9 @@ class Attempt(Job):
         return ranks_of(psutil.Process(self.processes[0].pid))
 
     def in_mlflow(self, name: str) -> list[tuple[int, float]]:
-        from mlflow import MlflowClient
-
-        client = MlflowClient(self.store)
-        (experiment,) = client.search_experiments(filter_string="name = 'lab'")
-        (run,) = client.search_runs([experiment.experiment_id])
+        (run,) = self.store.runs("lab")
         assert run.info.status == "FINISHED"
-        return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
+        return self.store.series(run, name)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent
 from pipeline.record import journal
 
-PATIENCE_S = 300.0
+PATIENCE_S = 400.0
 
 
 class Recording:

@@ -4,7 +4,7 @@ Components name what stands here by ``_target_: toys.NAME``.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import BUILT_IN
-from pipeline.protocol.events import AnyEvent, Metrics, Warned
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, CellMeasurement, Measurement, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
@@ -35,16 +35,20 @@ SAMPLES = 22
 
 
 class Kept:
-    """An outbox that keeps events, and the content of files by name."""
+    """An outbox that keeps events, and the content of files by name; calls a function after each report."""
 
     stop_asked = False
+    result: TrialResult
 
-    def __init__(self) -> None:
+    def __init__(self, do: Callable[[int], object] | None = None) -> None:
         self.events: list[AnyEvent] = []
         self.files: dict[str, Any] = {}
+        self._do = do
 
     def event(self, event: AnyEvent) -> None:
         self.events.append(event)
+        if self._do is not None and isinstance(event, Metrics):
+            self._do(event.step)
 
     def file(self, path: Path, name: str) -> None:
         self.files[name] = torch.load(path, weights_only=True) if path.suffix == ".pt" else path.read_bytes()
@@ -54,6 +58,18 @@ class Kept:
 
     def points(self, name: str) -> list[Any]:
         return [p for event in self.events if isinstance(event, Metrics) for p in event.points if p.name == name]
+
+    def after(self, step: int, *names: str) -> list[Any]:
+        """The points behind a step; a resumed training also repeats some from before it."""
+        return [point for name in names or ("train/loss",) for point in self.points(name) if point.step > step]
+
+    @property
+    def saved(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, CheckpointSaved)]
+
+    @property
+    def resumed(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, Resumed)]
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]

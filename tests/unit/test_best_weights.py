@@ -13,7 +13,6 @@ import pytest
 import torch
 import toy_metrics
 import toys
-from checkpointed import Saving
 from torch import Tensor
 
 from pipeline.errors import ExperimentError
@@ -39,16 +38,16 @@ HIGHEST_LOSS = {"best": "validation/loss", "mode": "max", "keep": 1}
 TESTED = {"data": {"_target_": "toys.with_test"}}
 
 
-def run(folder: Path, **sections: Any) -> Saving:
+def run(folder: Path, **sections: Any) -> toys.Kept:
     train = {"epochs": 3, **sections.pop("train", {})}
     return checkpointed.run(folder, **{"checkpoint": HIGHEST_LOSS, **sections, "train": train})
 
 
-def result_of(outbox: Saving) -> Result:
+def result_of(outbox: toys.Kept) -> Result:
     return result_of_run(measure_rows([toys.trial()], [Finished(result=outbox.result)]), hardware="")
 
 
-def equal(one: Saving, other: Saving) -> bool:
+def equal(one: toys.Kept, other: toys.Kept) -> bool:
     assert one.weights.keys() == other.weights.keys()
     return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 

@@ -13,7 +13,7 @@ import pytest
 import samples
 import toy_streams
 import toys
-from checkpointed import EVERY, Saving, until
+from checkpointed import EVERY, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import epoch_of
@@ -58,7 +58,7 @@ def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
 # Resumed
 
 
-def run(folder: Path, kind: str, **more: Any) -> Saving:
+def run(folder: Path, kind: str, **more: Any) -> toys.Kept:
     has_length = issubclass(getattr(toy_streams, kind), toy_streams.Sized)
     sections: dict[str, Any] = {} if has_length else {"train": ENDLESS}
     return checkpointed.run(folder, data=data(kind), **EVERY, **sections, **more)

@@ -4,7 +4,7 @@
 # promise: baseline and training take slots in turn, the training's results stay the same to the bit
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,14 +102,8 @@ def _train(rank: Rank, case: str) -> Kept:
         patch.setattr(measure, "measure_in_turn", measured)
         result = train(trial(case), rank=rank, outbox=outbox)
     ends = [event.result for event in outbox.events if isinstance(event, Finished)]
-    warnings = [event.message for event in outbox.events if isinstance(event, Warned)]
+    warnings = outbox.warnings
     return Kept(result, weights, ends, warnings, *map(sum, zip(*waited, strict=True)))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _stopped(rank: Rank) -> int:

@@ -1,7 +1,6 @@
 """One table: experiments that two ranks refuse alike, whichever of them notices."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,12 +123,6 @@ REFUSED = {
         "metrics.count: Listed keeps inner, which can't be merged over workers",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _error(rank: Rank, refusal: Refusal, folder: Path) -> str:

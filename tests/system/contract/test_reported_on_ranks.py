@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ from pipeline.train.state import Facts, Stepped
 FACTS = Facts(draws=False, draws_others=False, items_per_sample=1.0, gathers=False, log_names=())
 """What the first step would have shown."""
 COUNTED = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def test_ranks_report_the_same_steps_however_long_each_of_them_takes(ranks: Ranks) -> None:

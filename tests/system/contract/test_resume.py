@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from checkpointed import EVERY, STEPS, Saving, assert_equal, until
+from checkpointed import EVERY, STEPS, assert_equal, until
 from ranks import Ranks
 
 from pipeline.errors import ExperimentError, TrainingError
@@ -54,7 +54,7 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
 
 def go(rank: Rank, folder: Path, strategy: str, sections: dict[str, Any], resume: bool = False) -> Reached:
     """Train on a rank; return the losses, norms and validation by step, and the weights, of rank 0."""
-    outbox, strategy = Saving(), strategy if rank.world_size > 1 else "single"
+    outbox, strategy = toys.Kept(), strategy if rank.world_size > 1 else "single"
     how = {"strategy": strategy, "workers": rank.world_size, "checkpoints": str(folder), "resume": resume}
     train(toys.trial(**sections, **how), rank=rank, outbox=outbox)
     names = ("train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss")

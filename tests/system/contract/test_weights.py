@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import toys
 import weighed
 from ranks import Ranks
 from torch import Tensor, nn
 
 from pipeline.experiment import components
-from pipeline.experiment.schema import Experiment
-from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Trial
 from pipeline.tasks import LanguageModel
 from pipeline.train.build import build
 from pipeline.train.evaluate import evaluate, full_state_dict
@@ -78,26 +77,16 @@ class Reached(NamedTuple):
 
 
 def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
-    experiment = Experiment.model_validate(
-        {
-            "name": "weighed",
-            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-            "train": {
-                "epochs": 1,
-                "global_batch_size": BATCH,
-                "gradient_accumulation": accumulation,
-                "precision": "fp64",
-                "clip_grad_norm": 0.5,
-                "on_nonfinite": "skip",
-            },
-            **CASES[case],
-        }
-    )
+    sections = {
+        "loss": None,
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+        "train": {
+            "epochs": 1, "global_batch_size": BATCH, "gradient_accumulation": accumulation, "clip_grad_norm": 0.5,
+            "on_nonfinite": "skip",
+        },
+    }  # fmt: skip
     options = {"find_unused_parameters": True} if strategy == "ddp" else {}  # as the temperature's loss has one
-    return Training(
-        name=case, experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
-        devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, "weighed"), options=options,
-    )  # fmt: skip
+    return toys.trial(strategy=strategy, workers=workers, options=options, **sections | CASES[case])
 
 
 def _train(rank: Rank, strategies: list[str]) -> dict[tuple[str, str, int], Reached]:
