@@ -6,7 +6,6 @@ may rewrite what stands in git, as for those of 2026-11-23: their numbers are me
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,10 @@ import torch
 import pipeline
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "support"))
+
+from stores import free_port  # noqa: E402 (of tests/support)
+
 HOME, USER, NODE = "/home/user", "user", "node-1"
 """What stands in the recordings for this machine's; tests/system/replay puts its own folder in the place of `LAB`."""
 LAB = f"{HOME}/lab"
@@ -198,7 +201,7 @@ def _ray_node(lab: Lab, address: str = "") -> Iterator[tuple[str, psutil.Process
     temporary = Path(tempfile.mkdtemp(prefix="re", dir="/tmp"))  # a socket's path must be short
     role = [f"--address={address}"]
     if not address:
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         role = ["--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false"]
         role += [f"--temp-dir={temporary}"]
     line = [Path(sys.executable).with_name("ray"), "start", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=1"]
@@ -226,14 +229,6 @@ def _kill(node: psutil.Process) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(everyone, timeout=10)
-
-
-def _free_port() -> int:
-    """One that neither Ray's workers nor outgoing connections use."""
-    while True:
-        with closing(socket.socket()) as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
-            return int(probe.getsockname()[1])
 
 
 def keep(folder: Path, *, name: str, lab: Lab) -> None:

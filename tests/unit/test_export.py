@@ -18,7 +18,7 @@ import mlflow  # noqa: F401 - its import starts uname, and a test may start no p
 import numpy
 import pytest
 import torch
-from outside import code
+from blocks import code
 from safetensors.torch import load_file
 from screens import check
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import toys
-from outside import code
+from blocks import code
 from ranks import Ranks
 
 from pipeline import Trained

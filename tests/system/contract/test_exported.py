@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from outside import code
+from blocks import code
 from torch import Tensor, nn
 from toy_runs import toy_run
 
