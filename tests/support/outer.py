@@ -1,6 +1,6 @@
 """Launchers that start the command as several processes: their variables, as they set them."""
 
-import sys
+from command import line_of
 
 
 def outer_torchrun(
@@ -48,4 +48,4 @@ def srun(
 
 def run_line(*arguments: str) -> list[str]:
     """Command line of a rank."""
-    return [sys.executable, "-m", "pipeline", "run", "lab.yaml", *arguments]
+    return line_of("run", "lab.yaml", *arguments)

@@ -2,10 +2,9 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-from command import Ended
+from command import Ended, line_of
 from job import PATIENCE_S, Recording
 from nodes import Nodes
 
@@ -32,7 +31,7 @@ def project(folder: Path, *, tracked: bool) -> Path:
 
 def line(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0) -> list[str]:
     """The command line of ``pipeline run lab.yaml`` on a node."""
-    command = [sys.executable, "-m", "pipeline", "run", "lab.yaml", "--no-baseline", "--address", nodes.address]
+    command = line_of("run", "lab.yaml", "--no-baseline", "--address", nodes.address)
     # The folder may have another path there.
     return nodes.inside(node, ["env", f"--chdir={nodes.path(node, cwd)}", *command, *arguments])
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from command import line_of
 from job import PATIENCE_S, Job
 from stores import free_port
 
@@ -131,9 +132,9 @@ def line(folder: Path, *overrides: str) -> list[str]:
 def test_a_node_dies(cluster: Cluster, repository: Path, tmp_path: Path, command: Any) -> None:
     parallel = ["parallel.launcher=ray", "parallel.strategy=ddp", f"parallel.address={cluster.address}"]
     elastic, alone = tmp_path / "elastic", tmp_path / "alone"
-    line_of_run = line(elastic, *parallel, "parallel.workers=[1, 2]", "parallel.start_timeout_s=120")
+    arguments = line(elastic, *parallel, "parallel.workers=[1, 2]", "parallel.start_timeout_s=120")
     with Run(repository, elastic) as run:
-        run.start([sys.executable, "-m", "pipeline", *line_of_run], environments=[cluster.environment])
+        run.start(line_of(*arguments), environments=[cluster.environment])
         assert command(*line(alone, "model.ms=0")).code == 0
         expected = [value for _, value in Run(repository, alone).losses]
         run.wait_for(lambda: run.trains_with(2) and run.all_of(CheckpointSaved), what="a checkpoint of two workers")
