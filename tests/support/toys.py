@@ -29,7 +29,7 @@ Kind = TypeVar("Kind", bound=Hook)
 
 ALLOWED = (*BUILT_IN, *sorted(path.stem for path in Path(__file__).parents[1].rglob("*.py")))
 """What experiments of tests may name: modules of tests, too."""
-_FIELDS = frozenset(Training.model_fields) | frozenset(CellMeasurement.model_fields)
+_FIELDS = {*Training.model_fields, *CellMeasurement.model_fields} - {"name"}  # "name" is a section
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""
 
@@ -113,7 +113,7 @@ def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, *
         kind: of the measurement.
         wanted: sections of the experiment, and fields of the trial.
     """
-    fields = {name: wanted.pop(name) for name in wanted.keys() & _FIELDS - {"name"}}
+    fields = {name: wanted.pop(name) for name in wanted.keys() & _FIELDS}
     shared: dict[str, Any] = {
         "name": "main", "experiment": experiment(**wanted), "strategy": "single", "launcher": "inprocess",
         "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1, "allowed": ALLOWED, **fields,
