@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # which no test would use, 3 s of processor time
 
 pytest_plugins = [
-    "leaks", "cost", "groups", "command", "launched", "census", "recordings", "attempts", "s3", "baking", "packages",
+    "leaks", "cost", "groups", "command", "launched", "recordings", "attempts", "s3", "baking", "packages",
 ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ may rewrite what stands in git, as for those of 2026-11-23: their numbers are me
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -15,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,13 @@ import torch
 import pipeline
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "support"))
+
+from stores import free_port  # noqa: E402 (of tests/support)
+
 HOME, USER, NODE = "/home/user", "user", "node-1"
 """What stands in the recordings for this machine's; tests/system/replay puts its own folder in the place of `LAB`."""
 LAB = f"{HOME}/lab"
-DOT = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
-"""A picture of one pixel, in the place of charts."""
 PATIENCE_S = 400.0
 INPROCESS = ["parallel.strategy=single", "parallel.launcher=inprocess", "parallel.workers=1"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2"]
@@ -201,7 +201,7 @@ def _ray_node(lab: Lab, address: str = "") -> Iterator[tuple[str, psutil.Process
     temporary = Path(tempfile.mkdtemp(prefix="re", dir="/tmp"))  # a socket's path must be short
     role = [f"--address={address}"]
     if not address:
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         role = ["--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false"]
         role += [f"--temp-dir={temporary}"]
     line = [Path(sys.executable).with_name("ray"), "start", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=1"]
@@ -231,14 +231,6 @@ def _kill(node: psutil.Process) -> None:
     psutil.wait_procs(everyone, timeout=10)
 
 
-def _free_port() -> int:
-    """One that neither Ray's workers nor outgoing connections use."""
-    while True:
-        with closing(socket.socket()) as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
-            return int(probe.getsockname()[1])
-
-
 def keep(folder: Path, *, name: str, lab: Lab) -> None:
     """Copy a run into git: without what nobody reads, and with nothing of this machine."""
     shutil.rmtree(HERE / name, ignore_errors=True)
@@ -251,9 +243,7 @@ def keep(folder: Path, *, name: str, lab: Lab) -> None:
             path.unlink()  # the way to a driver that is no more, or what no rank has said
         elif "checkpoints" in path.parts:
             path.unlink()
-        elif path.suffix == ".png":
-            path.write_bytes(DOT)
-        elif path.suffix not in (".npy", ".npz", ".pt"):
+        elif path.suffix not in (".npy", ".pt"):
             path.write_text(_anonymous(path.read_text(), lab=lab))
     for folder in sorted((path for path in (HERE / name).rglob("*") if path.is_dir()), reverse=True):
         with suppress(OSError):

@@ -9,15 +9,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
-
-from pipeline.tasks import Loss
 
 FEATURES, CLASSES = 4, 3
 
@@ -65,16 +62,6 @@ class Net(nn.Module):
         if self.fault == "exits":
             raise SystemExit("a library that gives up")
         raise ZeroDivisionError("the model's own mistake")
-
-
-class Turns:
-    """Two optimizers take turns in each step."""
-
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[str, Tensor], None]) -> Loss:
-        for name in ("one", "other"):
-            outputs = model(batch[0])
-            update(name, nn.functional.cross_entropy(outputs, batch[1]))
-        return Loss(outputs=outputs, targets=batch[1])
 
 
 def loss_of_each_sample(outputs: Tensor, targets: Tensor) -> Tensor:

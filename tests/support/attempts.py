@@ -1,118 +1,68 @@
 """Runs of the command that are interrupted and gone on with, and what they are compared with."""
 
+import os
+import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
-from census import compared, injected
-from command import Ended, started
-from recordings import copied, written_here
-
-from pipeline.errors import UsageError
-from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.record import journal
+from command import Ended
+from job import Job
+from recordings import Store, copied, written_here
 
 STEPS = 240
 """60 epochs of 4 steps, the last of each smaller."""
 TRAINING = ["model._target_=lab.Patient", "train.epochs=60", "train.evaluate_every_epochs=7"]
 DDP = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun"]
-PATIENCE_S = 200.0
+SEED = int(os.environ.get("FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
+"""Of all random moments of this session; FAULT_SEED repeats it."""
 
 
-class Attempt:
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> random.Random:
+    """Random moments, for each test its own; pytest shows what a failing test has printed."""
+    print(f"FAULT_SEED={SEED}")  # noqa: T201 - shown when the test fails
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+class Attempt(Job):
     """A run in a folder of its own, which may be interrupted and gone on with."""
 
     def __init__(self, project: Path, folder: Path, *more: str) -> None:
-        self._project = project
-        self._folder = folder
-        self.processes: list[subprocess.Popen[str]] = []
-        self.arguments = [
-            *TRAINING,
-            *more,
-            f"tracking.uri=sqlite:///{folder}/mlflow.db",
-            f"tracking.directory={folder}/runs",
-        ]
+        super().__init__(project, runs=folder / "runs")
+        self.store = Store(f"sqlite:///{folder}/mlflow.db")
+        where = [f"tracking.uri={self.store.uri}", f"tracking.directory={folder}/runs"]
+        self.arguments = ["lab.yaml", *TRAINING, *more, *where]
 
-    def start(self, *more: str) -> "subprocess.Popen[str]":
-        process = started("run", "lab.yaml", "--no-baseline", *self.arguments, *more, cwd=self._project)
-        self.processes.append(process)
-        return process
-
-    def start_under_torchrun(self, *more: str) -> "subprocess.Popen[str]":
-        """The command as each of two processes, one of which is the driver, too."""
-        line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
-        line += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "pipeline", "run", "lab.yaml"]
-        process = subprocess.Popen(
-            [*line, "--no-baseline", *self.arguments, *more],
-            cwd=self._project, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        self.processes.append(process)
-        return process
-
-    def end(self) -> None:
-        """Whatever a failed test has left running."""
-        for process in self.processes:
-            process.kill()
-            if process.stdout is not None and not process.stdout.closed:
-                process.communicate()
+    def begin(self, *more: str, torchrun: bool = False) -> "subprocess.Popen[str]":
+        """Start the command, or under torchrun two of it, one of which is the driver."""
+        line = [sys.executable, "-m"]
+        if torchrun:
+            line += ["torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
+            line += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m"]
+        self.start([*line, "pipeline", "run", "--no-baseline", *self.arguments, *more])
+        return self.processes[0]
 
     def run(self, *more: str) -> Ended:
-        process = self.start(*more)
-        return Ended(process.wait(PATIENCE_S), *process.communicate())
+        self.begin(*more)
+        return self.ended()[0]
+
+    def kill(self) -> None:
+        """The driver, by SIGKILL."""
+        self.__exit__()
 
     @property
-    def folder(self) -> Path:
-        (folder,) = (self._folder / "runs").iterdir()
-        return folder
-
-    @property
-    def events(self) -> list[AnyEvent]:
-        return list(journal.read(self.folder / journal.FILE_NAME))
-
-    def all_of(self, kind: Any) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def losses(self) -> list[tuple[int, float]]:
-        points = [point for event in self.all_of(Metrics) for point in event.points if point.name == "train/loss"]
-        return [(point.step, point.value) for point in points]
-
-    def wait_for_step(self, step: int, process: "subprocess.Popen[str]") -> None:
-        def reached() -> bool:
-            return (self._folder / "runs").exists() and any(last >= step for last, _ in self._so_far())
-
-        self.wait_for(reached, process, what=f"step {step}")
-
-    def wait_for(self, condition: Callable[[], bool], process: "subprocess.Popen[str]", *, what: str) -> None:
-        """Look until a condition is met, as long as the run goes on."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            if process.poll() is not None:
-                pytest.fail(f"waited for {what}; the run ended: {process.communicate()}")
-            if time.monotonic() > deadline:
-                process.kill()
-                pytest.fail(f"waited {PATIENCE_S:.0f} s for {what}: {process.communicate()}")
-            time.sleep(0.02)
-
-    def _so_far(self) -> list[tuple[int, float]]:
-        try:
-            return self.losses[-1:]
-        except (ValueError, OSError, UsageError):  # the folder or its journal is not there yet
-            return []
+    def workers(self) -> list[psutil.Process]:
+        return ranks_of(psutil.Process(self.processes[0].pid))
 
     def in_mlflow(self, name: str) -> list[tuple[int, float]]:
-        from mlflow import MlflowClient
-
-        client = MlflowClient(f"sqlite:///{self._folder}/mlflow.db")
-        (experiment,) = client.search_experiments(filter_string="name = 'lab'")
-        (run,) = client.search_runs([experiment.experiment_id])
+        (run,) = self.store.runs("lab")
         assert run.info.status == "FINISHED"
-        return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
+        return self.store.series(run, name)
 
 
 @pytest.fixture
@@ -128,7 +78,7 @@ def attempt_in(project: Path, tmp_path: Path, empty_store: Path) -> Iterator[Cal
 
     yield make
     for attempt in made:
-        attempt.end()
+        attempt.kill()
 
 
 class Undisturbed(NamedTuple):
@@ -146,28 +96,16 @@ def undisturbed(project: Path, tmp_path_factory: pytest.TempPathFactory, empty_s
     attempt = Attempt(project, folder, *DDP)
     with pytest.MonkeyPatch.context() as patch, written_here():
         patch.chdir(project)
-        run("lab.yaml", *attempt.arguments, baseline=False, quiet=True)
+        run(*attempt.arguments, baseline=False, quiet=True)
     assert [step for step, _ in attempt.losses] == list(range(1, STEPS + 1))
     return Undisturbed(attempt.losses, attempt.in_mlflow("validation/loss"))
 
 
 def check(attempt: Attempt, undisturbed: Undisturbed) -> None:
     """Nothing is missing, double or different, to the last bit."""
-    compared(attempt.losses, undisturbed.losses)
     assert attempt.losses == undisturbed.losses
     assert attempt.in_mlflow("train/loss") == undisturbed.losses
     assert attempt.in_mlflow("validation/loss") == undisturbed.validation
-
-
-def kill(process: "subprocess.Popen[str]") -> None:
-    """The driver, by SIGKILL."""
-    process.kill()
-    process.communicate()
-    injected("kills")
-
-
-def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    return ranks_of(psutil.Process(process.pid))
 
 
 def ranks_of(driver: psutil.Process) -> list[psutil.Process]:

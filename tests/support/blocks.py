@@ -119,3 +119,8 @@ def inline_commands(path: Path) -> list[str]:
     prose = re.sub(r"(?ms)^ *```.*?^ *```", "", path.read_text())
     shown = re.findall(r"(?m)^ *\$ (pipeline [^\n]+)", path.read_text())
     return [*re.findall(r"`((?:pipeline|make) [^`\n]+)`", prose), *shown]
+
+
+def code(readme: str) -> list[str]:
+    """The blocks of Python in the README of an exported model."""
+    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)

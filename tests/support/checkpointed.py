@@ -1,7 +1,6 @@
 """Toy trainings with checkpoints: what they send, and what one of them that was stopped leaves."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,7 @@ import torch
 import toys
 from torch import Tensor
 
-from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training
-from pipeline.protocol.trial_result import TrialResult
 from pipeline.train.manifest import folder_name, step_of
 from pipeline.train.run import train
 from pipeline.train.storage import Storage
@@ -24,55 +20,14 @@ EVERY: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 100}}
 """Sections of a training with a checkpoint of each step."""
 
 
-class Saving(toys.Kept):
-    """What a training has sent; calls a function after each report, with its step."""
-
-    result: TrialResult
-
-    def __init__(self, do: Callable[[int], object] = lambda _: None) -> None:
-        super().__init__()
-        self._do = do
-
-    def event(self, event: AnyEvent) -> None:
-        super().event(event)
-        if isinstance(event, Metrics):
-            self._do(event.step)
-
-    @property
-    def saved(self) -> list[int]:
-        return [event.step for event in self.events if isinstance(event, CheckpointSaved)]
-
-    @property
-    def resumed(self) -> list[int]:
-        return [event.step for event in self.events if isinstance(event, Resumed)]
-
-    def after(self, step: int, *names: str) -> list[Any]:
-        """The points behind a step; a resumed training also repeats some from before it."""
-        return [point for name in names or ("train/loss",) for point in self.points(name) if point.step > step]
-
-
-def trial(address: Path | str, **sections: Any) -> Training:
-    """Return a training of toys with checkpoints at an address.
-
-    Args:
-        address: of the checkpoints.
-        sections: of `toys.trial`, and fields of the trial: resume, allow_changed, strategy, options, initial, is_quick.
-    """
-    fields = ("resume", "allow_changed", "strategy", "options", "initial", "is_quick")
-    own = {name: sections.pop(name) for name in fields if name in sections}
-    made = toys.trial(**sections)
-    assert isinstance(made, Training)
-    return made.model_copy(update={**own, "checkpoints": str(address)})
-
-
-def run(address: Path | str, *, outbox: Saving | None = None, **more: Any) -> Saving:
-    """Train a `trial`."""
-    outbox = outbox or Saving()
-    outbox.result = train(trial(address, **more), rank=Rank(), outbox=outbox)
+def run(address: Path | str, *, outbox: toys.Kept | None = None, **more: Any) -> toys.Kept:
+    """Train a `toys.trial` with checkpoints at an address."""
+    outbox = outbox or toys.Kept()
+    outbox.result = train(toys.trial(checkpoints=str(address), **more), rank=Rank(), outbox=outbox)
     return outbox
 
 
-def resumed(folder: Path, *, after: int, **more: Any) -> tuple[Saving, Saving]:
+def resumed(folder: Path, *, after: int, **more: Any) -> tuple[toys.Kept, toys.Kept]:
     """Train with a checkpoint of each step; train again from that of a step; return this training and the whole one."""
     whole = run(folder / "whole", **{**EVERY, **more})
     left = until(after, folder=folder / "whole", to=folder / f"after {after}")
@@ -91,7 +46,7 @@ def steps(address: Path | str) -> list[int]:
     return sorted(step for name in Storage(str(address)).folders() if (step := step_of(name)) is not None)
 
 
-def assert_same(found: Saving, expected: Saving, *, after: int, names: tuple[str, ...] = ()) -> None:
+def assert_same(found: toys.Kept, expected: toys.Kept, *, after: int, names: tuple[str, ...] = ()) -> None:
     """Compare what a resumed training reports behind a step, and its weights, to the bit."""
     for name in names or ("train/loss", "train/learning_rate", "train/gradient_norm", "validation/loss"):
         assert found.after(after, name) == expected.after(after, name), name

@@ -94,12 +94,15 @@ def command(
         signal.signal(number, handler)
 
 
+def line_of(*arguments: str | Path) -> list[str]:
+    """The command line of ``pipeline ARGUMENTS``."""
+    return [sys.executable, "-m", "pipeline", *map(str, arguments)]
+
+
 def started(*arguments: str | Path, cwd: Path, **more: Any) -> subprocess.Popen[str]:
     """``pipeline ARGUMENTS`` as a process, leader of its own process group like a shell's job."""
-    line = [sys.executable, "-m", "pipeline", *map(str, arguments)]
-    return subprocess.Popen(
-        line, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0, **more
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line_of(*arguments), cwd=cwd, text=True, process_group=0, **pipes, **more)
 
 
 @pytest.fixture

@@ -9,50 +9,25 @@ import toys
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassF1Score
 
-from pipeline.experiment.schema import Experiment
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Trial
 from pipeline.train.run import train
 
 TASK = "pipeline.tasks.Lightning"
 
 
-def trial(module: str = "Lit", *, checkpoints: Path | None = None, workers: int = 1, **sections: Any) -> Trial:
-    arguments = sections.pop("arguments", {})
-    values = {
-        "name": "lit",
-        "seed": 3,
-        "task": {"_target_": TASK, "module": {"_target_": f"lit.{module}", **arguments}},
-        "data": {"_target_": "toys.classification"},
-        "checkpoint": {"every_steps": 1, "keep": 100},
-        **sections,
-        "train": {
-            "epochs": 2,
-            "global_batch_size": 8,
-            "precision": "fp64",
-            "log_every_steps": 1,
-            **sections.get("train", {}),
-        },
-    }
-    shared = toys.trial()
-    return Training(
-        **{
-            **shared.model_dump(exclude={"role"}),
-            "experiment": Experiment.model_validate(values),
-            "allowed": (*shared.allowed, "lit"),
-            "workers": workers,
-            "strategy": "single" if workers == 1 else "ddp",
-            "checkpoints": str(checkpoints or ""),
-            "resume": True,  # from the beginning without a checkpoint
-            "train_only": True,
-        }
-    )
+def trial(module: str = "Lit", *, checkpoints: Path | str = "", arguments: Any = None, **wanted: Any) -> Trial:
+    """Return a trial of a module that starts from the newest checkpoint, if there is one."""
+    task = {"_target_": TASK, "module": {"_target_": f"lit.{module}", **(arguments or {})}}
+    sections = {"data": {"_target_": "toys.classification"}, "checkpoint": {"every_steps": 1, "keep": 100}, **wanted}
+    left_out = dict.fromkeys(("model", "loss", "optimizer"))
+    return toys.trial(task=task, checkpoints=str(checkpoints), resume=True, **left_out, **sections)
 
 
-def trained(module: str = "Lit", **sections: Any) -> toys.Kept:
-    """The events of a training on one rank."""
+def trained(module: str = "Lit", *, rank: Rank = Rank(), **wanted: Any) -> toys.Kept:  # noqa: B008 (frozen)
+    """The events of a training on a rank."""
     outbox = toys.Kept()
-    train(trial(module, **sections), rank=Rank(), outbox=outbox)
+    train(trial(module, **wanted), rank=rank, outbox=outbox)
     return outbox
 
 

@@ -51,14 +51,6 @@ while sum(1 for node in client.get_all_node_info().values() if node.state == 0) 
 """
 
 
-_ID = """
-import sys
-from ray._raylet import GcsClient
-nodes = GcsClient(address=sys.argv[1]).get_all_node_info().items()
-print(*(id_.hex() for id_, node in nodes if node.state == 0 and node.node_manager_address == sys.argv[2]))
-"""
-
-
 class Nodes:
     """A cluster of real ``ray start`` nodes, numbered from 0, the head; all is gone when the context ends."""
 
@@ -167,19 +159,6 @@ class Nodes:
     def kill(self, node: int) -> None:
         """SIGKILL everything on a node."""
         _kill(_processes(self._shells[node + 1]))
-
-    def drain(self, node: int, *, seconds: int) -> None:
-        """Tell Ray that a node will go away, as the watcher of a spot instance does; nothing ends it."""
-        found = subprocess.run(
-            self.inside(0, [sys.executable, "-c", _ID, self.address, self.host(node)]),
-            env=self.environment, cwd=self.folder, check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        command = [BIN / "ray", "drain-node", "--address", self.address, "--node-id", found.stdout.strip()]
-        why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "reclaimed"]
-        left = ["--deadline-remaining-seconds", seconds]
-        subprocess.run(
-            self.inside(0, [*command, *why, *map(str, left)]), env=self.environment, cwd=self.folder, check=True
-        )
 
     def cut(self, node: int) -> None:
         """Take a node's link down: nobody is told, packets are just gone."""

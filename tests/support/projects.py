@@ -2,40 +2,22 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
+from command import Ended, line_of
+from job import PATIENCE_S, Recording
 from nodes import Nodes
 
-from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.record import journal
-
 LAB = Path(__file__).parents[1] / "project"
-PATIENCE_S = 300
 
 
-class Ran(NamedTuple):
-    """A command that has ended, and what its run, if there was one, has recorded."""
+class Ran(Recording):
+    """A command that has ended, and its run, if there was one."""
 
-    code: int
-    stdout: str
-    stderr: str
-    folder: Path | None
-
-    @property
-    def output(self) -> str:
-        return self.stdout + self.stderr
-
-    @property
-    def events(self) -> list[AnyEvent]:
-        assert self.folder is not None, self.output
-        return list(journal.read(self.folder / journal.FILE_NAME))
-
-    @property
-    def losses(self) -> dict[int, float]:
-        points = [point for event in self.events if isinstance(event, Metrics) for point in event.points]
-        return {point.step: point.value for point in points if point.name == "train/loss"}
+    def __init__(self, ended: Ended, folder: Path | None) -> None:
+        super().__init__(folder or Path("there-is-none"))
+        self.code, self.stdout, self.stderr = ended
+        self.output = ended.output
 
 
 def project(folder: Path, *, tracked: bool) -> Path:
@@ -49,7 +31,7 @@ def project(folder: Path, *, tracked: bool) -> Path:
 
 def line(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0) -> list[str]:
     """The command line of ``pipeline run lab.yaml`` on a node."""
-    command = [sys.executable, "-m", "pipeline", "run", "lab.yaml", "--no-baseline", "--address", nodes.address]
+    command = line_of("run", "lab.yaml", "--no-baseline", "--address", nodes.address)
     # The folder may have another path there.
     return nodes.inside(node, ["env", f"--chdir={nodes.path(node, cwd)}", *command, *arguments])
 
@@ -69,4 +51,4 @@ def run(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0, runs: Path | No
         check=False,
     )
     new = set(runs.glob("*")) - before
-    return Ran(done.returncode, done.stdout, done.stderr, new.pop() if new else None)
+    return Ran(Ended(done.returncode, done.stdout, done.stderr), new.pop() if new else None)

@@ -7,7 +7,6 @@ from typing import Any
 
 import toy_contrastive
 import toy_gans
-import toy_orders
 import toys
 from same_on_ranks import Row
 
@@ -70,7 +69,7 @@ PARAMETERS = {
         )
         for strategy in ("ddp", "fsdp")
     },
-    "a hook that draws": Row({"hooks": [{"_target_": "toy_own.Noisy"}]}),
+    "a hook that draws": Row({"hooks": [{"_target_": "toys.NoisyGradients"}]}),
     "a loss of its own": Row(
         {
             "model": {"_target_": "toys.LossOfItsOwn"},
@@ -110,9 +109,36 @@ LENGTH = {
 
 # Which samples form a batch
 
+ORDERED: dict[str, dict[str, Any]] = {
+    "balanced": {
+        "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
+        "data": {"_target_": "toys.imbalanced"},
+        "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+        "sampler": {"_target_": "pipeline.data.balanced"},
+    },
+    "length": {
+        "model": {"_target_": "torch.nn.Linear", "in_features": 30, "out_features": 1},
+        "data": {"_target_": "toys.ragged"},
+        "loader": {"collate": {"_target_": "toys.padded"}},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 1e-3},
+        "sampler": {"_target_": "pipeline.data.by_length"},
+    },
+    "function": {
+        "sampler": {"_target_": "toys.twice"},
+        "train": {"global_batch_size": None, "batch_size_per_worker": 2},
+        "parallel": {"strategy": "ddp", "launcher": "torchrun", "workers": 4},
+    },
+    "iterable": {
+        "data": {"_target_": "toy_streams.stream", "kind": "Shuffled", "validation": True},
+        "train": {"global_batch_size": 6},  # four in the last batch of an epoch, so that some ranks have none
+    },
+    "endless": {
+        "data": {"_target_": "toy_streams.stream", "kind": "Stateful", "validation": True},
+        "train": {"epochs": None, "steps": 8, "global_batch_size": 6},
+    },
+}
 ORDERS = {
-    f"order: {name}": Row(sections, stopped=toy_orders.STOPPED, is_saved_by_all=name in toy_orders.SAVED_FOR_ALL)
-    for name, sections in toy_orders.CASES.items()
+    f"order: {name}": Row(sections, stopped=3, is_saved_by_all=name == "endless") for name, sections in ORDERED.items()
 }
 
 # Losses and metrics over all samples of a batch or set

@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from pipeline.protocol.rank import Rank
 
@@ -23,41 +23,6 @@ from pipeline.protocol.rank import Rank
 multiprocessing.set_forkserver_preload(
     ["pipeline.worker", "pipeline.strategies.fsdp", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"]
 )
-
-
-def on_ranks(
-    function: Callable[..., None], *arguments: Any, folder: Path, world_size: int = 2, timeout_s: float = 300
-) -> None:
-    """Call ``function(rank, *arguments)`` on each rank, with one thread; raises what one of them raises.
-
-    Its processes end afterwards, unlike those of `Ranks`: who waits for a rank that failed notices only its end.
-
-    Args:
-        function: of a module's own names, as processes are told it by name.
-        arguments: what it gets besides its `Rank`.
-        folder: where the ranks meet; one meeting each.
-        world_size: how many ranks.
-        timeout_s: how long a rank waits for another one.
-    """
-    sys.audit("tests.ranks")
-    torch.multiprocessing.start_processes(
-        _be_rank,
-        args=(world_size, folder, timeout_s, function, arguments),
-        nprocs=world_size,
-        start_method="forkserver",
-    )
-
-
-def _be_rank(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    timeout_s: float,
-    function: Callable[..., None],
-    arguments: tuple[Any, ...],
-) -> None:
-    _use_one_thread()
-    _call_in_group(rank, world_size, folder, timeout_s, function, arguments)
 
 
 def _use_one_thread() -> None:

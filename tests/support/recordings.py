@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from filelock import FileLock
+from job import Recording
 
 from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.record.journal import FILE_NAME, read
@@ -24,27 +25,7 @@ TESTS = Path(__file__).parents[1]
 JOURNALS = TESTS / "journals"
 LAB = "/home/user/lab"
 """What stands in the recordings for the folder in which they were made."""
-_BINARY = (".npy", ".pt", ".png", ".safetensors")
-
-
-class Recording(NamedTuple):
-    """A copy of a recorded run."""
-
-    folder: Path
-    """The run's, in ``runs`` of the test's own folder, under the name that it had."""
-
-    @property
-    def events(self) -> list[AnyEvent]:
-        return list(read(self.folder / FILE_NAME))
-
-    def all_of(self, kind: Any) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def series(self, name: str, *, trial: str = "main") -> list[tuple[int, float]]:
-        """The points of a metric, each with its step."""
-        events = (event for event in self.events if event.trial == trial)
-        points = (point for event in events for point in getattr(event, "points", ()))
-        return [(point.step, point.value) for point in points if point.name == name]
+_BINARY = (".npy", ".pt", ".safetensors")
 
 
 class Store(NamedTuple):

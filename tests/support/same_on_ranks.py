@@ -107,14 +107,8 @@ def _trial(row: Row, rank: Rank, folder: Path, *, resume: bool, micro_batches: i
     start = {"start_from": {"file": "initial.safetensors"}} if row.initial else {}
     sections["train"] = {**sections.get("train", {}), **divided, **start}
     sections["checkpoint"] = {"every_steps": row.stopped, "keep": 100, **sections.get("checkpoint", {})}
-    return toys.trial(**sections).model_copy(
-        update={
-            **_way(row, rank),
-            "checkpoints": str(folder),
-            "resume": resume,
-            "initial": Weights(path=_initial(row, folder), source="drawn") if row.initial and rank.is_first else None,
-        }
-    )
+    initial = Weights(path=_initial(row, folder), source="drawn") if row.initial and rank.is_first else None
+    return toys.trial(**sections, **_way(row, rank), checkpoints=str(folder), resume=resume, initial=initial)
 
 
 def _way(row: Row, rank: Rank) -> dict[str, Any]:
@@ -219,9 +213,9 @@ def _train_divided(rank: Rank, row: Row, folder: Path, best: int) -> dict[str, F
 
 def evaluate_row(rank: Rank, row: Row, folder: Path, *, step: int) -> Found:
     """Evaluate a checkpoint on the sets of a row."""
-    made = toys.trial(**row.sections)
+    made = toys.trial(**row.sections, **_way(row, rank))
     shared = {name: getattr(made, name) for name in Trial.model_fields if name != "role"}
-    shared |= {**_way(row, rank), "checkpoints": str(folder), "step": step}
+    shared |= {"checkpoints": str(folder), "step": step}
     metrics = {}
     for split in row.evaluated:
         values = evaluate_checkpoint(Evaluation(**shared, split=split), rank=rank, outbox=toys.Kept()).values

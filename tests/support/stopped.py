@@ -1,18 +1,17 @@
 """A run that lasts until something ends it, and one of whose ranks stands still."""
 
 import os
-import subprocess
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
+from command import line_of
+from job import Job
 
 TIMEOUT_S = 5.0
 """`parallel.timeout_s` of the run."""
 ENDING_S = 40.0
 """For all that comes after: workers, launcher, tracking. The launcher alone would wait 30 s for a stopped one."""
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def endless(folder: Path, *, launcher: str = "torchrun") -> list[str]:
@@ -25,27 +24,18 @@ def endless(folder: Path, *, launcher: str = "torchrun") -> list[str]:
     ]  # fmt: skip
 
 
-def wait_for(text: str, lines: Iterable[str] | None) -> None:
-    """Read lines until a text is in one."""
-    printed = ""
-    for line in lines or ():
-        printed += line
-        if text in line:
-            return
-    raise AssertionError(f"waited for {text!r}; the run ended with {printed}")
-
-
-def check_that_a_stopped_rank_is_named(start: Start, project: Path, folder: Path, *, launcher: str) -> None:
+def check_that_a_stopped_rank_is_named(project: Path, folder: Path, *, launcher: str) -> None:
     """Stop rank 1 of a run, which ends with its name and its stack, and leaves no process."""
-    process = start(*endless(folder, launcher=launcher), cwd=project)
-    wait_for(": step", process.stderr)
-    descendants = psutil.Process(process.pid).children(recursive=True)
-    worker = next(each for each in descendants if _writes_to(each, "rank1-stdout.log"))
-    worker.suspend()
-    begin = time.monotonic()
-    _, stderr = process.communicate(timeout=120)
+    with Job(project, runs=folder / "runs").start(line_of(*endless(folder, launcher=launcher))) as job:
+        job.wait_for_step(1)
+        descendants = psutil.Process(job.processes[0].pid).children(recursive=True)
+        worker = next(each for each in descendants if _writes_to(each, "rank1-stdout.log"))
+        worker.suspend()
+        begin = time.monotonic()
+        (ended,) = job.ended(120)
 
-    assert process.returncode == 1, stderr
+    stderr = ended.stderr
+    assert ended.code == 1, stderr
     assert time.monotonic() - begin < TIMEOUT_S + ENDING_S
     error = stderr.rstrip().splitlines()[-1]
     named = f"error: rank 1 on {os.uname().nodename}: its process was stopped by a signal while "

@@ -42,37 +42,10 @@ class Flip:
         return inputs.flip(1), targets
 
 
-class MixUp:
-    """Mixes each sample with the sample before it; turns labels into class probabilities."""
-
-    def __init__(self, classes: int = 0) -> None:
-        self.classes = classes
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        share = torch.rand(())
-        values = nn.functional.one_hot(targets, self.classes).to(inputs.dtype) if self.classes else targets
-        return inputs.lerp(inputs.roll(1, 0), share), values.lerp(values.roll(1, 0), share)
-
-
-def transform(name: str) -> Any:
-    """A transform that is wrong in one way."""
-
-    def fail(inputs: Tensor, targets: Tensor) -> None:
-        raise ValueError("no such\nmix")
-
-    return {
-        "number": 3,
-        "fails": fail,
-        "one": lambda inputs, _: inputs,
-        "arrays": lambda inputs, targets: (inputs.numpy(), targets),
-        "shorter": lambda inputs, targets: (inputs[1:], targets[1:]),
-    }[name]
-
-
 _TASK = {"_target_": "toy_features.Task"}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "transform": {"train": {"batch_transform": {"_target_": "toy_features.Flip"}}},
-    "hook": {"hooks": [{"_target_": "toy_own.Halved", "doubles": True}]},
+    "hook": {"hooks": [{"_target_": "toys.Halved", "doubles": True}]},
     "clipping": {"train": {"clip_grad_norm": LIMIT}},
     "skipping": {"train": {"on_nonfinite": "skip"}, "data": {"_target_": "toys.nudged", "by": math.inf}},
     "warm-up": {"train": {"lr_scaling": {"warmup_steps": WARMUP}}},

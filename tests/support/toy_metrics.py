@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 
 class Count(Metric):
@@ -18,32 +17,6 @@ class Count(Metric):
 
     def compute(self) -> Tensor:
         return self.seen
-
-
-class Undefined(Count):
-    """Is NaN."""
-
-    def compute(self) -> Tensor:
-        return torch.tensor(float("nan"))
-
-
-class TF32(Count):
-    """Sets TF32 by the newer API."""
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        super().update(outputs, targets)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
-
-
-class Ever(Count):
-    """How many samples it has seen in all evaluations; ``persistent`` saves it."""
-
-    def __init__(self, *, persistent: bool) -> None:
-        super().__init__()
-        self.persistent(persistent)
-
-    def reset(self) -> None:
-        self._computed = None
 
 
 class Parts(Metric):
@@ -65,25 +38,6 @@ class Parts(Metric):
         return torch.cat(self.outputs).max() - self.seen
 
 
-class Each(Metric):
-    """A number for each sample, of a column of the outputs and of a tensor that is expanded to the batch."""
-
-    outputs: list[Tensor]
-    sizes: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("outputs", default=[], dist_reduce_fx="cat")
-        self.add_state("sizes", default=[], dist_reduce_fx="cat")
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.outputs.append(outputs[:, 0])
-        self.sizes.append(torch.tensor(outputs.shape[1]).expand(len(outputs)))
-
-    def compute(self) -> Tensor:
-        return dim_zero_cat(self.outputs) + dim_zero_cat(self.sizes)
-
-
 class Texts(Metric):
     """Computes what is no number."""
 
@@ -92,10 +46,3 @@ class Texts(Metric):
 
     def compute(self) -> str:
         return "good"
-
-
-class Refusing(Count):
-    """Takes no batch."""
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        raise ValueError("no such\ntargets")

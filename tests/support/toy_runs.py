@@ -39,12 +39,10 @@ def toy_run(
     exports: bool = False, **sections: Any,
 ) -> Path:  # fmt: skip
     """A run in ``lab/runs``, which an experiment file in ``lab`` may continue; no status: its driver was killed."""
-    (lab / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys", "toy_metrics"]\n')
+    (lab / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys", "toy_metrics", "test_export"]\n')
     folder = lab / "runs" / name
     folder.mkdir(parents=True)
-    trial = toys.trial(**{"parallel": HERE, **sections})
-    update = {"checkpoints": str(folder / "checkpoints"), "exports": exports}
-    trial = trial.model_copy(update=update)
+    trial = toys.trial(**{"parallel": HERE, **sections}, checkpoints=str(folder / "checkpoints"), exports=exports)
     outbox = InFolder(folder)
     result = train(trial, rank=Rank(), outbox=outbox)
     (folder / "experiment.yaml").write_text(to_yaml(trial.experiment))

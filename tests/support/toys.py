@@ -3,12 +3,11 @@
 Components name what stands here by ``_target_: toys.NAME``.
 """
 
-import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
-from weakref import ref
 
 import numpy as np
 import torch
@@ -17,9 +16,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import BUILT_IN
-from pipeline.protocol.events import AnyEvent, Metrics, Warned
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, Measurement, Training, Trial
+from pipeline.protocol.trial import Baseline, CellMeasurement, Measurement, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import Loss
 from pipeline.train import Hook, State
@@ -28,23 +27,28 @@ from pipeline.train.run import train
 
 Kind = TypeVar("Kind", bound=Hook)
 
-KINDS = ("contrastive", "features", "gans", "metrics", "orders", "own", "streams")
-"""Modules toy_KIND that experiments may name, too."""
+ALLOWED = (*BUILT_IN, *sorted(path.stem for path in Path(__file__).parents[1].rglob("*.py")))
+"""What experiments of tests may name: modules of tests, too."""
+_FIELDS = {*Training.model_fields, *CellMeasurement.model_fields} - {"name"}  # "name" is a section
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""
 
 
 class Kept:
-    """An outbox that keeps events, and the content of files by name."""
+    """An outbox that keeps events, and the content of files by name; calls a function after each report."""
 
     stop_asked = False
+    result: TrialResult
 
-    def __init__(self) -> None:
+    def __init__(self, do: Callable[[int], object] | None = None) -> None:
         self.events: list[AnyEvent] = []
         self.files: dict[str, Any] = {}
+        self._do = do
 
     def event(self, event: AnyEvent) -> None:
         self.events.append(event)
+        if self._do is not None and isinstance(event, Metrics):
+            self._do(event.step)
 
     def file(self, path: Path, name: str) -> None:
         self.files[name] = torch.load(path, weights_only=True) if path.suffix == ".pt" else path.read_bytes()
@@ -54,6 +58,18 @@ class Kept:
 
     def points(self, name: str) -> list[Any]:
         return [p for event in self.events if isinstance(event, Metrics) for p in event.points if p.name == name]
+
+    def after(self, step: int, *names: str) -> list[Any]:
+        """The points behind a step; a resumed training also repeats some from before it."""
+        return [point for name in names or ("train/loss",) for point in self.points(name) if point.step > step]
+
+    @property
+    def saved(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, CheckpointSaved)]
+
+    @property
+    def resumed(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, Resumed)]
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
@@ -89,42 +105,33 @@ def experiment(**sections: Any) -> Experiment:
     )
 
 
-def trial(
-    *,
-    max_steps: int | None = None,
-    kind: type[Measurement] = Baseline,
-    measures: bool = False,
-    allowed: str = "",
-    **sections: Any,
-) -> Trial:
-    """Return a training, or with ``max_steps`` a measurement of that kind.
+def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, **wanted: Any) -> Trial:
+    """Return a training that measures nothing, or with ``max_steps`` a measurement of that kind.
 
     Args:
         max_steps: how many steps are measured.
         kind: of the measurement.
-        measures: True if the training also measures something afterwards, which takes longer than a toy trains.
-        allowed: one more module that the experiment may name.
-        sections: of the experiment.
+        wanted: sections of the experiment, and fields of the trial.
     """
+    fields = {name: wanted.pop(name) for name in wanted.keys() & _FIELDS}
     shared: dict[str, Any] = {
-        "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
-        "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
-        "allowed": (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in KINDS), *([allowed] if allowed else [])),
+        "name": "main", "experiment": experiment(**wanted), "strategy": "single", "launcher": "inprocess",
+        "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1, "allowed": ALLOWED, **fields,
     }  # fmt: skip
     if max_steps is None:
-        return Training(**shared, train_only=not measures)
+        return Training(**{"train_only": True, **shared})
     return kind(**shared, max_steps=max_steps)
 
 
-def trained(**wanted: Any) -> tuple[TrialResult, Kept]:
-    """Train a `trial`; return its result and what it has sent."""
+def trained(*, rank: Rank = Rank(), **wanted: Any) -> tuple[TrialResult, Kept]:  # noqa: B008 (frozen)
+    """Train a `trial` on a rank; return its result and what it has sent."""
     outbox = Kept()
-    return train(trial(**wanted), rank=Rank(), outbox=outbox), outbox
+    return train(trial(**wanted), rank=rank, outbox=outbox), outbox
 
 
-def built(*, outbox: Any = None, **wanted: Any) -> State:
+def built(*, outbox: Any = None, rank: Rank = Rank(), **wanted: Any) -> State:  # noqa: B008 (frozen)
     """Build a `trial`, up to its first step."""
-    return build(trial(**wanted), rank=Rank(), outbox=outbox or Kept())
+    return build(trial(**wanted), rank=rank, outbox=outbox or Kept())
 
 
 def hook(s: State, kind: type[Kind]) -> Kind:
@@ -193,16 +200,6 @@ class Plain(Dataset[Any]):
         return sample
 
 
-class Unseeded(Plain):
-    """Samples of even index differ each time they are read; others can't be read, as it happens."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 4 == 1:
-            raise OSError("the file is damaged")
-        inputs, targets = self.samples[index]
-        return (inputs if index % 2 else inputs + int.from_bytes(os.urandom(2))), targets
-
-
 class InEpochs(Dataset[Any]):
     """A map-style dataset whose samples are the epoch and a number that `set_epoch` draws; notes each call."""
 
@@ -242,14 +239,6 @@ def stream() -> tuple[Dataset[Any], None]:
     return Stream(), None
 
 
-def empty() -> tuple[Dataset[Any], None]:
-    return Plain([]), None
-
-
-def one_set() -> Dataset[Any]:
-    return Plain([1.0])
-
-
 def singles() -> tuple[Dataset[Any], None]:
     return TensorDataset(torch.ones(8, 3)), None
 
@@ -258,16 +247,6 @@ def unreadable(index: int) -> tuple[Dataset[Any], None]:
     pairs: list[Any] = [(torch.ones(3), torch.ones(1)) for _ in range(8)]
     pairs[index] = OSError("no such image")
     return Plain(pairs), None
-
-
-def paired() -> tuple[Dataset[Any], None]:
-    """Two inputs in each sample."""
-    return Plain([((torch.ones(3), torch.ones(3)), torch.ones(1))] * 8), None
-
-
-def far_away() -> tuple[Dataset[Any], None]:
-    """Each sample comes over a connection that breaks."""
-    return Plain([ConnectionResetError(104, "Connection reset by peer")] * 8), None
 
 
 def holes(index: int) -> tuple[Dataset[Any], None]:
@@ -302,21 +281,44 @@ class _NoisyPairs(Noisy):
         return super().__getitem__(index)[:3], torch.tensor([float(index)])
 
 
+# Samplers, and data for them
+
+
+def imbalanced(counts: Sequence[int] = (37, 5, 1)) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Classes of very different sizes."""
+    targets = torch.cat([torch.full((count,), number) for number, count in enumerate(counts)])
+    targets = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(1))]
+    inputs = torch.randn(len(targets), 3, generator=torch.Generator().manual_seed(2)) + targets[:, None]
+    return TensorDataset(inputs, targets), TensorDataset(inputs[:9], targets[:9])
+
+
+def ragged(samples: int = 43) -> tuple[Dataset[Any], None]:
+    """Sequences of 1 to 30 tokens, each with its sum."""
+    lengths = torch.randint(1, 31, (samples,), generator=torch.Generator().manual_seed(3)).tolist()
+    return Plain([(torch.ones(length), torch.tensor([float(length)])) for length in lengths]), None
+
+
+def padded() -> Any:
+    """Collate function that pads to the longest."""
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(len(samples), 30)
+        for row, (tokens, _) in zip(rows, samples, strict=True):
+            row[: len(tokens)] = tokens
+        return rows, torch.stack([target for _, target in samples])
+
+    return collate
+
+
+def twice(samples: Any, epoch: int, generator: torch.Generator) -> list[int]:
+    return [*range(len(samples)), *range(len(samples))]
+
+
+def given(samples: Any, epoch: int, generator: torch.Generator, indices: Any) -> Any:
+    return indices
+
+
 # Models, losses and other components
-
-
-class DrawnScales(nn.Linear):
-    """Scales of three generators outside the state_dict."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        self.plain, self.array = torch.rand(3) + 1, np.random.rand(3)
-        self.register_buffer("buffer", torch.full((3,), random.random()), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(
-            (inputs * self.plain * self.buffer).to(inputs.dtype) * torch.from_numpy(self.array).float()
-        )
 
 
 class Adapted(nn.Linear):
@@ -330,87 +332,8 @@ class Adapted(nn.Linear):
         return super().forward(inputs) + self.base(inputs.bfloat16()).float()
 
 
-class CountedCalls(nn.Linear):
-    """Each call of the training, or each call, changes what it computes."""
-
-    def __init__(self, *, always: bool) -> None:
-        super().__init__(3, 1)
-        self.always, self.calls = always, 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += self.training or self.always
-        return super().forward(inputs) * (1 + self.calls)
-
-
-class Centered(nn.Linear):
-    """Subtracts a running mean, which the state_dict lacks."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        self.register_buffer("mean", torch.zeros(3), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.mean.mul_(0.5).add_(inputs.detach().mean(0) + 1)
-        return super().forward(inputs - self.mean)
-
-
 def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-
-
-class Exponential(nn.Module):
-    """A task whose loss needs its own result for the backward pass, but not the model's outputs."""
-
-    are_outputs_alive: ClassVar[list[bool]] = []
-    """At the start of each backward pass."""
-
-    def __init__(self, is_weighted: bool = False) -> None:
-        super().__init__()
-        self.is_weighted = is_weighted
-
-    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-        outputs = model(batch[0])
-        count = torch.tensor(len(outputs)) if self.is_weighted else None
-        loss = outputs.exp().sum()
-        if loss.requires_grad:
-            alive = ref(outputs)
-            loss.register_hook(lambda _: self.are_outputs_alive.append(alive() is not None))
-        return Loss(loss, count, outputs, batch[1])
-
-
-def tf32_model() -> nn.Module:
-    torch.set_float32_matmul_precision("high")
-    return nn.Linear(3, 1)
-
-
-def tf32_model_by_backend() -> nn.Module:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
-    return nn.Linear(3, 1)
-
-
-class TF32InEvaluation(nn.Linear):
-    """Sets TF32 by the newer API, but not before it is evaluated."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training:
-            torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
-        return super().forward(inputs)
-
-
-def benchmarked() -> nn.Module:
-    assert torch.backends.cudnn.benchmark
-    return nn.Linear(3, 1)
-
-
-def convolutions() -> nn.Module:
-    """The second one has weights whose memory layout channels_last changes."""
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)
-    )
 
 
 def batch_norm_net() -> nn.Module:
@@ -420,11 +343,6 @@ def batch_norm_net() -> nn.Module:
 def likely_net() -> nn.Module:
     """Its outputs are probabilities: of other numbers torchmetrics asks each batch if it is to apply softmax."""
     return nn.Sequential(nn.Linear(3, 3), nn.Softmax(1))
-
-
-def flat_net() -> nn.Module:
-    """Its outputs have no dimension of size 1, as the targets have."""
-    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
 
 
 def wide_net() -> nn.Module:
@@ -476,28 +394,6 @@ class Logged:
         return Loss(loss * len(outputs), None, outputs, batch[1], {"twice": 2 * loss, **counted})
 
 
-class Rarely:
-    """A sum over nothing in each batch but the first, whose log is NaN there, as a mean over nothing is."""
-
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        outputs = model(batch[0])
-        there = (batch[1] > 0).sum()
-        return Loss((outputs * 0).sum() + there, there, outputs, batch[1], {"share": 0.5 * there / there})
-
-
-class PerSample(nn.Module):
-    """A loss for each sample instead of their mean."""
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).pow(2)
-
-
-class PerSampleTask:
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        outputs = model(batch[0])
-        return Loss((outputs - batch[1]).pow(2), None, outputs, batch[1])
-
-
 class SquaredTask:
     """A task that calls torch's loss itself."""
 
@@ -513,41 +409,6 @@ class BrokenModel(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         raise LookupError(self.why)
-
-
-class Refused(BrokenModel):
-    def __init__(self, why: str) -> None:
-        raise ValueError(why)
-
-
-class Quits(BrokenModel):
-    def forward(self, inputs: Tensor) -> Tensor:
-        raise SystemExit("the user's model gives up")
-
-
-def accuracy_function() -> Any:
-    return lambda outputs, targets: 1.0
-
-
-class DrawsInEvaluation(BrokenModel):
-    """Draws random numbers where dropout doesn't."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training:
-            torch.rand(1)
-        outputs: Tensor = self.layer(nn.functional.dropout(inputs, training=self.training))
-        return outputs
-
-
-class CodeInState(torch.optim.lr_scheduler.LRScheduler):
-    """A scheduler whose state can't be saved without pickle."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.secret = lambda: 1.0
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float | Tensor]:
-        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def broken_collate() -> Any:
@@ -570,20 +431,6 @@ def images(samples: int = 96) -> tuple[Dataset[Any], Dataset[Any]]:
     pictures = torch.randn(samples, 1, 8, 8, generator=generator)
     classes = TensorDataset(pictures, torch.arange(samples) % 10)
     return classes, classes
-
-
-class Stretched:
-    """Takes anything and is nothing in particular."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-
-def picture(dot: int) -> tuple[Dataset[Any], None]:
-    """Large samples that differ in the middle only, where the text of a tensor says "..."."""
-    images = torch.zeros(4, 3 * 1000)
-    images[:, 1500] = dot
-    return TensorDataset(images, torch.zeros(4, 1)), None
 
 
 def named() -> tuple[Dataset[Any], None]:
@@ -620,21 +467,6 @@ class ComparedTask:
         more = () if self.more is None else (self.more,)
         outputs = model(inputs, inputs.flip(1), *more)
         return Loss((outputs - targets).pow(2).sum(), None, outputs, targets)
-
-
-class BodyTask:
-    """Calls a part of the model."""
-
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        outputs = model.body(batch[0])
-        return Loss(outputs.pow(2).mean() * len(outputs), None, outputs, batch[1])
-
-
-class Undecided(nn.Linear):
-    """Computes what depends on values of its inputs, so it can't be exported as one program."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs if inputs.sum() > 0 else -inputs)
 
 
 class Spare(nn.Module):
@@ -696,35 +528,6 @@ class Counting(nn.Module):
         return outputs
 
 
-def counting_net() -> nn.Module:
-    return nn.Sequential(Counting(), nn.Linear(1, 1))
-
-
-class Hungry(nn.Linear):
-    """Runs out of memory with more than ``most`` samples."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(3, 1)
-        self.most = most
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if len(inputs) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return super().forward(inputs)
-
-
-class SparseBag(nn.Module):
-    """An embedding whose gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(8, 1, sparse=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.bag(inputs.abs().long().clamp(max=7))
-        return outputs
-
-
 class SparseWords(nn.Module):
     """An embedding whose gradient is sparse, and a dense layer."""
 
@@ -756,20 +559,6 @@ class Switching(nn.Module):
             self.body.requires_grad_(self.learns[1])
         outputs: Tensor = self.head(self.body(inputs).relu())
         return outputs
-
-
-class LateBloomer(nn.Module):
-    """A part of it is not used in the first three passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.late = nn.Linear(3, 1), nn.Linear(3, 1)
-        self.passes = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.passes += 1
-        outputs: Tensor = self.first(inputs)
-        return outputs + self.late(inputs) if self.passes > 3 else outputs
 
 
 class NormedNet(nn.Module):
@@ -812,11 +601,6 @@ def sequences(samples: int = 21, *, column: str = "") -> tuple[Dataset[Any], Dat
     return named, Plain(named.samples[:7])
 
 
-def flat_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
-    """Makes one group of all that it is given."""
-    return torch.optim.SGD([one for group in parameters for one in group["params"]], lr=lr)
-
-
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Replaces the rates of all groups by one."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
@@ -826,3 +610,64 @@ def with_a_part_named_task() -> nn.Module:
     model = nn.Sequential()
     model.add_module("task", nn.Linear(3, 1))
     return model
+
+
+# Hooks
+
+
+class Halved(Hook):
+    """Gradients of half the size, and as a choice inputs of twice the size, in training only."""
+
+    def __init__(self, *, doubles: bool = False) -> None:
+        self.doubles = doubles
+
+    def transform(self, batch: Any) -> Any:
+        return (2 * batch[0], batch[1]) if self.doubles else batch
+
+    def before_update(self, s: State) -> None:
+        for gradient in s.gradients:
+            gradient /= 2
+
+
+class Mean(Hook):
+    """Mean of the weights after each step, which are evaluated and saved as the result."""
+
+    def start(self, s: State) -> None:
+        self.steps = 0
+        self.means = {name: one.detach().clone() for name, one in s.model.named_parameters()}
+
+    def after_step(self, s: State) -> None:
+        self.steps += 1
+        for name, one in s.model.named_parameters():
+            self.means[name].lerp_(one.detach(), 1 / self.steps)
+
+    def report(self, s: State) -> Mapping[str, float]:
+        return {"averaged": float(self.steps)}
+
+    def after_evaluation(self, s: State, values: Mapping[str, float]) -> Mapping[str, float]:
+        return {"means/steps": self.steps, "means/loss": values["validation/loss"]}
+
+    @contextmanager
+    def evaluating(self, s: State) -> Iterator[None]:
+        own = dict(s.model.named_parameters())
+        kept: dict[str, Tensor] = {name: one.detach().clone() for name, one in own.items()}
+        with torch.no_grad():
+            for name, one in own.items():
+                one.copy_(self.means[name])
+            yield
+            for name, one in own.items():
+                one.copy_(kept[name])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"steps": self.steps, "means": self.means}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.means = state["steps"], dict(state["means"])
+
+
+class NoisyGradients(Hook):
+    """Adds noise to the gradients."""
+
+    def before_update(self, s: State) -> None:
+        for gradient in s.gradients:
+            gradient += 0.1 * torch.randn_like(gradient)

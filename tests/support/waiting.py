@@ -1,6 +1,5 @@
-"""Wait for an event, and tell what was waited for when it doesn't come."""
+"""Wait for an event."""
 
-import inspect
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,24 +9,17 @@ import pytest
 Found = TypeVar("Found")
 
 
-def eventually(look: Callable[[], Found], *, timeout_s: float = 60.0, what: str = "") -> Found:
+def eventually(look: Callable[[], Found], *, timeout_s: float = 60.0, what: str = "this") -> Found:
     """Look until something is found, and return it.
 
     Args:
         look: what is called again and again.
         timeout_s: how long; generous, as it only passes when something is wrong.
-        what: for the failure; default: the line that the look is written in.
+        what: for the failure, whose traceback shows the line that waits.
     """
     deadline = time.monotonic() + timeout_s
     while not (found := look()):
         if time.monotonic() > deadline:
-            pytest.fail(f"waited {timeout_s:.0f} s for {what or _source(look)}")
+            pytest.fail(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(0.02)
     return found
-
-
-def _source(look: Callable[[], object]) -> str:
-    try:
-        return " ".join(inspect.getsource(look).split())
-    except (OSError, TypeError):
-        return repr(look)

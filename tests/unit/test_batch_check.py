@@ -14,14 +14,12 @@ from torch.utils.data import TensorDataset
 from pipeline.drive import preflight
 from pipeline.errors import PipelineError
 from pipeline.experiment.load import from_mapping
-from pipeline.experiment.targets import BUILT_IN
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Started
 from pipeline.system import MemoryLimit
 from pipeline.tasks import Loss
 
-ALLOWED = (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in toys.KINDS), "lit", __name__)
 OWN = f"{__name__}."
 
 
@@ -62,7 +60,7 @@ def tried(**sections: Any) -> list[AnyEvent]:
     values = {**known, "train": {"epochs": 2, "global_batch_size": 8}, **sections}
     events: list[AnyEvent] = []
     file = from_mapping({name: value for name, value in values.items() if value is not None})
-    preflight.try_steps(file, allowed=ALLOWED, receive=events.append)
+    preflight.try_steps(file, allowed=toys.ALLOWED, receive=events.append)
     return events
 
 
@@ -154,6 +152,6 @@ def test_what_is_not_tried_is_said(
     monkeypatch.setattr(preflight, "find_memory_limits", lambda: [MemoryLimit(free, free)])
     experiment = toys.experiment(**sections)
 
-    reason = preflight.find_reason_to_skip(experiment, allowed=ALLOWED)
+    reason = preflight.find_reason_to_skip(experiment, allowed=toys.ALLOWED)
 
     assert (said in reason) if said else not reason

@@ -11,8 +11,9 @@ from typing import Any
 import checkpointed
 import pytest
 import torch
+import toy_metrics
 import toys
-from checkpointed import Saving
+from torch import Tensor
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Finished, Metrics, ModelSaved
@@ -24,21 +25,29 @@ from pipeline.results.speedup import measure_rows
 from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE
 
+
+class Undefined(toy_metrics.Count):
+    """Is NaN."""
+
+    def compute(self) -> Tensor:
+        return torch.tensor(float("nan"))
+
+
 HIGHEST_LOSS = {"best": "validation/loss", "mode": "max", "keep": 1}
 """Options that make the first epoch of a training that learns its best."""
 TESTED = {"data": {"_target_": "toys.with_test"}}
 
 
-def run(folder: Path, **sections: Any) -> Saving:
+def run(folder: Path, **sections: Any) -> toys.Kept:
     train = {"epochs": 3, **sections.pop("train", {})}
     return checkpointed.run(folder, **{"checkpoint": HIGHEST_LOSS, **sections, "train": train})
 
 
-def result_of(outbox: Saving) -> Result:
+def result_of(outbox: toys.Kept) -> Result:
     return result_of_run(measure_rows([toys.trial()], [Finished(result=outbox.result)]), hardware="")
 
 
-def equal(one: Saving, other: Saving) -> bool:
+def equal(one: toys.Kept, other: toys.Kept) -> bool:
     assert one.weights.keys() == other.weights.keys()
     return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
 
@@ -99,7 +108,7 @@ def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_files_of_a_training_whose_metric_is_nan_are_valid_json(tmp_path: Path) -> None:
-    constant = {"pearson": {"_target_": "toy_metrics.Undefined"}}
+    constant = {"pearson": {"_target_": "test_best_weights.Undefined"}}
     sections = {"metrics": constant, "checkpoint": {"best": "validation/pearson", "mode": "max"}}
     result = result_of(run(tmp_path, **sections))
     files = [file.read_text() for file in sorted(tmp_path.rglob("*.json"))]

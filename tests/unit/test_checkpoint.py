@@ -12,8 +12,7 @@ import fsspec
 import pytest
 import torch
 import toys
-from census import injected
-from checkpointed import EVERY, STEPS, Saving, run, steps, until
+from checkpointed import EVERY, STEPS, run, steps, until
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
@@ -26,14 +25,14 @@ from pipeline.train.storage import Storage, address_of
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saving]:
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, toys.Kept]:
     """A training with a checkpoint of every step."""
     folder = tmp_path_factory.mktemp("original")
     return folder, run(folder, **EVERY)
 
 
 @pytest.fixture
-def copy(original: tuple[Path, Saving], tmp_path: Path) -> Path:
+def copy(original: tuple[Path, toys.Kept], tmp_path: Path) -> Path:
     """The checkpoints of its first five steps, to be damaged."""
     return until(5, folder=original[0], to=tmp_path / "copy")
 
@@ -64,7 +63,7 @@ def test_they_come_at_the_end_of_epoch_and_run_and_as_often_as_asked(
     assert run(tmp_path, checkpoint=options).saved == expected
 
 
-def test_all_steps_are_reported_before(original: tuple[Path, Saving]) -> None:
+def test_all_steps_are_reported_before(original: tuple[Path, toys.Kept]) -> None:
     """A crash right behind a checkpoint loses no step's loss."""
     reported = 0
     for event in original[1].events:
@@ -74,7 +73,7 @@ def test_all_steps_are_reported_before(original: tuple[Path, Saving]) -> None:
             assert event.step <= reported
 
 
-def test_they_lie_in_a_folder_for_each_step(original: tuple[Path, Saving]) -> None:
+def test_they_lie_in_a_folder_for_each_step(original: tuple[Path, toys.Kept]) -> None:
     folder, outbox = original
     assert steps(folder) == outbox.saved == list(range(1, STEPS + 1))
     for entry in entries(Storage(str(folder))):
@@ -142,10 +141,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_in_the_newest_leads_to_the_one_before(copy: Path, original: tuple[Path, Saving], kind: str) -> None:
+def test_damage_in_the_newest_leads_to_the_one_before(copy: Path, original: tuple[Path, toys.Kept], kind: str) -> None:
     damage, message = DAMAGE[kind]
     damage(copy / folder_name(5))
-    injected("corruptions")
     outbox = run(copy, resume=True, **EVERY)
     assert outbox.resumed == [4]
     (warning,) = outbox.warnings
@@ -155,7 +153,7 @@ def test_damage_in_the_newest_leads_to_the_one_before(copy: Path, original: tupl
     assert verify(Storage(str(copy)), entries(Storage(str(copy)))[1]) is None, "5 is whole again"
 
 
-def test_damage_in_all_leads_to_the_beginning(copy: Path, original: tuple[Path, Saving]) -> None:
+def test_damage_in_all_leads_to_the_beginning(copy: Path, original: tuple[Path, toys.Kept]) -> None:
     for folder in copy.iterdir():
         _truncate(folder)
     outbox = run(copy, resume=True, **EVERY)
@@ -237,7 +235,7 @@ def gated(tmp_path: Path) -> Iterator[str]:
 
 
 class TestStorage:
-    def test_may_be_anything_that_fsspec_knows(self, original: tuple[Path, Saving], tmp_path: Path) -> None:
+    def test_may_be_anything_that_fsspec_knows(self, original: tuple[Path, toys.Kept], tmp_path: Path) -> None:
         address = f"memory://{tmp_path.name}"
         run(address, **EVERY)
         storage = Storage(address)
@@ -253,7 +251,7 @@ class TestStorage:
         """Steps are trained and reported, what is due meanwhile is left out, except for the end, which waits."""
         monkeypatch.setattr(checkpoint, "_PATIENCE_S", 0.05)
         Gated.gate.clear()
-        outbox = run(gated, outbox=Saving(lambda step: Gated.gate.set() if step == STEPS else None), **EVERY)
+        outbox = run(gated, outbox=toys.Kept(lambda step: Gated.gate.set() if step == STEPS else None), **EVERY)
         (warning,) = outbox.warnings
         assert warning.startswith(f"skipped checkpoint {folder_name(2)} because the previous checkpoint is still")
         assert outbox.saved == steps(gated) == [1, STEPS]

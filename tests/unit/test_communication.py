@@ -11,7 +11,6 @@ import samples
 import toys
 from samples import MAIN, spread
 
-from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Communication, Flops
 from pipeline.results.breakdown import parts_table
@@ -34,7 +33,7 @@ def told(*intervals: Sequence[float], seconds: float = 2.0) -> tuple[Communicati
     meter._nodes = ["node-a", "node-b"]
     for number, ranks_ms in enumerate(intervals, start=1):
         meter.record(ranks_ms, lap=Lap(STEPS, 40, seconds), step=number * STEPS)
-    return meter.result, [event.message for event in outbox.events if isinstance(event, Warned)]
+    return meter.result, outbox.warnings
 
 
 @pytest.mark.parametrize(

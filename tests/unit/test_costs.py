@@ -12,9 +12,7 @@ from torch import nn
 
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import CellMeasurement
-from pipeline.train.build import build
 from pipeline.train.costs import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, costs, gradients
-from pipeline.train.run import train
 from pipeline.train.state import State
 
 SLEEP_S = 0.002
@@ -33,8 +31,7 @@ def slow_data() -> tuple[SlowData, None]:
 
 
 def built(**sections: Any) -> State:
-    trial = toys.trial(max_steps=2, kind=CellMeasurement, **sections)
-    return build(trial.model_copy(update={"allowed": (*trial.allowed, "test_costs")}), rank=Rank())
+    return toys.built(max_steps=2, kind=CellMeasurement, **sections)
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +40,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_costs_are_measured_on_request() -> None:
-    trial = toys.trial(max_steps=2)
-    assert train(trial, rank=Rank(), outbox=toys.Kept()).costs is None
-    probed = train(trial.model_copy(update={"measures_costs": True}), rank=Rank(), outbox=toys.Kept()).costs
+    assert toys.trained(max_steps=2)[0].costs is None
+    probed = toys.trained(max_steps=2, measures_costs=True)[0].costs
     assert probed is not None
     assert all(cost.forward_ms > 0 and cost.backward_ms > 0 and cost.data_ms > 0 for cost in probed.curve)
     assert (probed.world_size, probed.all_reduces, probed.buffer_bytes) == (1, (), 0)

@@ -279,7 +279,7 @@ def versioned(version: Any = "", of_tuple: str = "") -> tuple[Any, ...]:
     ],
 )
 def test_the_version_is_recorded(arguments: dict[str, Any], version: str) -> None:
-    outbox = run("", data={"_target_": f"{HERE}.versioned", **arguments}, allowed=HERE)
+    outbox = run("", data={"_target_": f"{HERE}.versioned", **arguments})
     (started,) = (event for event in outbox.events if isinstance(event, Started))
     assert started.data_version == version
 

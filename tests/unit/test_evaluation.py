@@ -14,12 +14,34 @@ import torch
 import toys
 from checkpointed import EVERY, assert_same, run, until
 from torch import Tensor, nn
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassF1Score
+from torchmetrics.utilities import dim_zero_cat
 
 from pipeline.experiment.train import EarlyStopping as Options
 from pipeline.train.built_in_hooks import EarlyStopping
 from pipeline.train.evaluate import evaluate
 from pipeline.train.order import evaluation_batches
+
+
+class Each(Metric):
+    """A number for each sample, of a column of the outputs and of a tensor that is expanded to the batch."""
+
+    outputs: list[Tensor]
+    sizes: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("outputs", default=[], dist_reduce_fx="cat")
+        self.add_state("sizes", default=[], dist_reduce_fx="cat")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.outputs.append(outputs[:, 0])
+        self.sizes.append(torch.tensor(outputs.shape[1]).expand(len(outputs)))
+
+    def compute(self) -> Tensor:
+        return dim_zero_cat(self.outputs) + dim_zero_cat(self.sizes)
+
 
 OF = "torchmetrics.classification."
 
@@ -81,7 +103,7 @@ class Replayed(nn.Linear):
 
 
 def test_metrics_keep_the_outputs_of_each_batch() -> None:
-    metrics = {"each": {"_target_": "toy_metrics.Each"}}
+    metrics = {"each": {"_target_": "test_evaluation.Each"}}
     s = toys.built(metrics=metrics)
     s.trial = toys.trial(metrics=metrics, train={"compile": {"mode": "max-autotune"}})
     expected = s.model(held_out()[0])[:, 0] + 1

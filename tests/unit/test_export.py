@@ -18,9 +18,10 @@ import mlflow  # noqa: F401 - its import starts uname, and a test may start no p
 import numpy
 import pytest
 import torch
-from outside import code
+from blocks import code
 from safetensors.torch import load_file
 from screens import check
+from torch import Tensor, nn
 from toy_runs import toy_run
 from toys import ComparedNet, regression
 
@@ -33,8 +34,66 @@ from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import EXAMPLE, Finished
 from pipeline.record import journal
 from pipeline.results.terminal import format_screen
+from pipeline.tasks import Loss
 from pipeline.train.exported import write_mlflow_model
 from pipeline.train.manifest import folder_name
+
+HERE = "test_export"
+
+
+class DrawnScales(nn.Linear):
+    """Scales of three generators outside the state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.plain, self.array = torch.rand(3) + 1, numpy.random.rand(3)
+        self.register_buffer("buffer", torch.full((3,), random.random()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(
+            (inputs * self.plain * self.buffer).to(inputs.dtype) * torch.from_numpy(self.array).float()
+        )
+
+
+class CountedCalls(nn.Linear):
+    """Each call of the training, or each call, changes what it computes."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__(3, 1)
+        self.always, self.calls = always, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training or self.always
+        return super().forward(inputs) * (1 + self.calls)
+
+
+class Centered(nn.Linear):
+    """Subtracts a running mean, which the state_dict lacks."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(inputs.detach().mean(0) + 1)
+        return super().forward(inputs - self.mean)
+
+
+class BodyTask:
+    """Calls a part of the model."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        outputs = model.body(batch[0])
+        return Loss(outputs.pow(2).mean() * len(outputs), None, outputs, batch[1])
+
+
+class Undecided(nn.Linear):
+    """Computes what depends on values of its inputs, so it can't be exported as one program."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs if inputs.sum() > 0 else -inputs)
+
 
 COMPARED = {"model": {"_target_": "toys.ComparedNet"}, "loss": None}
 FILES = ["README.md", "experiment.yaml", "model.json", "model.pt2", "model.safetensors"]
@@ -138,12 +197,12 @@ def loss(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
         return torch.nn.functional.mse_loss(model(inputs.to(dtype)), targets).item()
 
 
-@pytest.mark.parametrize("name", ["DrawnScales", "Adapted"])
+@pytest.mark.parametrize("name", [f"{HERE}.DrawnScales", "toys.Adapted"])
 def test_what_leaves_computes_what_was_evaluated(
     made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Drawn again with the training's seed, in the types that the constructor chose; no generator is left changed."""
-    folder = made(model={"_target_": f"toys.{name}"}, train={"precision": "fp32"}, exports=True)
+    folder = made(model={"_target_": name}, train={"precision": "fp32"}, exports=True)
     exported(folder, tmp_path / "weights")
     exported(folder, tmp_path / "checkpoint", checkpoint="last")
     monkeypatch.chdir(tmp_path / "weights")
@@ -165,9 +224,15 @@ def test_what_leaves_computes_what_was_evaluated(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"_target_": "toys.CountedCalls", "always": False}, "The value of calls differs, and the state_dict lacks"),
-        ({"_target_": "toys.CountedCalls", "always": True}, "Each call changes calls, and the outputs depend on it"),
-        ({"_target_": "toys.Centered"}, "The value of mean differs, and the state_dict lacks it"),
+        (
+            {"_target_": f"{HERE}.CountedCalls", "always": False},
+            "The value of calls differs, and the state_dict lacks",
+        ),
+        (
+            {"_target_": f"{HERE}.CountedCalls", "always": True},
+            "Each call changes calls, and the outputs depend on it",
+        ),
+        ({"_target_": f"{HERE}.Centered"}, "The value of mean differs, and the state_dict lacks it"),
     ],
 )
 def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
@@ -211,13 +276,13 @@ def test_what_cannot_be_written_or_loaded_is_told(run: Path, tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.export
 def test_a_model_that_cannot_be_traced_is_told(made: Callable[..., Path], tmp_path: Path) -> None:
-    folder = made(model={"_target_": "toys.Undecided", "in_features": 3, "out_features": 1})
+    folder = made(model={"_target_": f"{HERE}.Undecided", "in_features": 3, "out_features": 1})
     found = exported(folder, tmp_path / "out")
-    assert found.no_program.startswith("torch can't trace toys.Undecided: ")
+    assert found.no_program.startswith("torch can't trace test_export.Undecided: ")
     assert len(found.no_program.splitlines()) == 1
     assert not (tmp_path / "out" / "model.pt2").exists()
     assert f"There is no program: {found.no_program}" in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(UsageError, match=r"--onnx: torch can't trace toys.Undecided: .* Leave out --onnx\."):
+    with pytest.raises(UsageError, match=r"--onnx: torch can't trace test_export.Undecided: .* Leave out --onnx\."):
         export_model(load(folder / "experiment.yaml"), folder=folder, to=tmp_path / "onnx", onnx=True)
     assert not (tmp_path / "onnx").exists()
 
@@ -253,7 +318,11 @@ def test_a_model_of_several_inputs_is_a_program_of_named_ones(made: Callable[...
     ("task", "inputs", "reason"),
     [
         # Of a model whose parts are called, they are the first of a batch.
-        ({"_target_": "toys.BodyTask"}, Inputs(shape=(None, 3), dtype="float64"), "torch can't trace toys.ComparedNet"),
+        (
+            {"_target_": f"{HERE}.BodyTask"},
+            Inputs(shape=(None, 3), dtype="float64"),
+            "torch can't trace toys.ComparedNet",
+        ),
         ({"_target_": "toys.ComparedTask", "more": 2.5}, None, "the model's inputs are not only tensors"),
     ],
 )

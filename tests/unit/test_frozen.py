@@ -151,7 +151,7 @@ class Plain:
 
 
 def test_attributes_of_a_plain_task_are_trained(strategy: str) -> None:
-    trial = toys.trial(loss=None, task={"_target_": f"{HERE}.Plain"}, allowed=HERE)
+    trial = toys.trial(loss=None, task={"_target_": f"{HERE}.Plain"})
     s = build(trial.model_copy(update={"strategy": strategy}), rank=Rank())
     before = {name: whole(one.detach()).clone() for name, one in named(s.trainee).items()}
     assert list(before) == ["weight", "bias", "task.centre", "task.head.weight", "task.head.bias"]

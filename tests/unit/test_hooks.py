@@ -9,26 +9,69 @@ test_training_errors.py.
 # promise: MixUp and other transforms of training batches: seeded, resumed to the bit, never in an evaluation
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import checkpointed
 import pytest
 import torch
 import toys
 from checkpointed import assert_same, resumed
+from torch import Tensor, nn
 
 import pipeline
 from pipeline.errors import ExperimentError
 from pipeline.experiment import components
 from pipeline.protocol.trial_result import BATCH_TRANSFORM
+from pipeline.train import Hook, State
 from pipeline.train.built_in_hooks import Ema
 from pipeline.train.evaluate import evaluate
 
-HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
+
+class MixUp:
+    """Mixes each sample with the sample before it; turns labels into class probabilities."""
+
+    def __init__(self, classes: int = 0) -> None:
+        self.classes = classes
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        share = torch.rand(())
+        values = nn.functional.one_hot(targets, self.classes).to(inputs.dtype) if self.classes else targets
+        return inputs.lerp(inputs.roll(1, 0), share), values.lerp(values.roll(1, 0), share)
 
 
-HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
+class Ending(Hook):
+    """End of the training after an evaluation."""
+
+    def __init__(self, *, after: int) -> None:
+        self.after = after
+
+    def after_evaluation(self, s: State, values: Mapping[str, float]) -> None:
+        if s.step >= self.after:
+            s.stop_reason = f"{s.step} steps are enough"
+
+
+class Replacing(Hook):
+    """Gradients of another size, put in the place of torch's."""
+
+    def before_update(self, s: State) -> None:
+        for one in s.model.parameters():
+            one.grad = 1000 * cast(Tensor, one.grad)
+
+
+class EndingAtStep(Hook):
+    """End of the training after a step that no report follows."""
+
+    def after_step(self, s: State) -> None:
+        if s.step == 1:
+            s.stop_reason = "two steps are enough"
+
+
+HALVED, MEAN = {"_target_": "toys.Halved"}, {"_target_": "toys.Mean"}
+
+
+HALVED, MEAN = {"_target_": "toys.Halved"}, {"_target_": "toys.Mean"}
 
 
 def test_only_the_build_knows_the_built_in_hooks() -> None:
@@ -41,7 +84,7 @@ def test_only_the_build_knows_the_built_in_hooks() -> None:
     [
         {"hooks": [HALVED, MEAN]},
         {"train": {"ema": {"decay": 0.8}, "precision": "fp32"}, "model": {"_target_": "toys.Branches"}},
-        {"train": {"batch_transform": {"_target_": "toy_features.MixUp"}}},
+        {"train": {"batch_transform": {"_target_": "test_hooks.MixUp"}}},
     ],
     ids=["own", "averages", "transform"],
 )
@@ -65,9 +108,9 @@ def test_it_reports_and_gives_the_weights_that_are_evaluated() -> None:
 
 
 def test_it_ends_the_training_with_a_checkpoint_between_reports(tmp_path: Path) -> None:
-    result, _ = toys.trained(hooks=[{"_target_": "toy_own.Ending", "after": 3}])
+    result, _ = toys.trained(hooks=[{"_target_": "test_hooks.Ending", "after": 3}])
     assert (result.steps, result.stopped_early) == (3, "3 steps are enough")
-    kept = checkpointed.run(tmp_path, hooks=[{"_target_": "toy_own.EndingAtStep"}])
+    kept = checkpointed.run(tmp_path, hooks=[{"_target_": "test_hooks.EndingAtStep"}])
     assert (kept.result.steps, kept.result.stopped_early) == (2, "two steps are enough")
     assert (tmp_path / "step-00000002").is_dir()
     assert kept.points("train/loss")[-1].step == 2
@@ -75,15 +118,15 @@ def test_it_ends_the_training_with_a_checkpoint_between_reports(tmp_path: Path) 
 
 def test_gradients_that_it_puts_in_place_are_clipped() -> None:
     clipping = {"clip_grad_norm": 1e-3}  # less than any gradient here, so only their direction counts
-    replaced, _ = toys.trained(hooks=[{"_target_": "toy_own.Replacing"}], train=clipping)
+    replaced, _ = toys.trained(hooks=[{"_target_": "test_hooks.Replacing"}], train=clipping)
     plain, _ = toys.trained(train=clipping)
     for name in ("train/loss", "validation/loss"):
         assert replaced.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-6)
 
 
 def test_its_arguments_are_checked_before_anything_starts() -> None:
-    experiment = toys.experiment(hooks=[HALVED, {"_target_": "toy_own.Ending", "before": 3}])
-    (problem, *_) = components.check(experiment, allowed=("toy_own", "toys", "torch")).problems
+    experiment = toys.experiment(hooks=[HALVED, {"_target_": "test_hooks.Ending", "before": 3}])
+    (problem, *_) = components.check(experiment, allowed=toys.ALLOWED).problems
     assert problem.key.startswith("hooks[1]")
 
 
@@ -157,7 +200,7 @@ def test_a_model_of_several_types_is_averaged() -> None:
 # Transforms
 
 
-MIXUP = {"_target_": "toy_features.MixUp"}
+MIXUP = {"_target_": "test_hooks.MixUp"}
 
 
 CLASSES: dict[str, Any] = {

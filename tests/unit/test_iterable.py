@@ -13,7 +13,7 @@ import pytest
 import samples
 import toy_streams
 import toys
-from checkpointed import EVERY, Saving, until
+from checkpointed import EVERY, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import epoch_of
@@ -50,7 +50,7 @@ def test_a_stream_trains_what_samples_in_this_order_train() -> None:
 def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
     """Nine steps of eight samples are three times 22 samples, and six."""
     streamed = toys.trained(data=data("Plain"), train=ENDLESS)[1]
-    repeated = {"_target_": "toy_orders.given", "indices": [index % 22 for index in range(72)]}
+    repeated = {"_target_": "toys.given", "indices": [index % 22 for index in range(72)]}
     by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, sampler=repeated, train=ENDLESS)[1]
     assert losses(streamed) == losses(by_index)
 
@@ -58,7 +58,7 @@ def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
 # Resumed
 
 
-def run(folder: Path, kind: str, **more: Any) -> Saving:
+def run(folder: Path, kind: str, **more: Any) -> toys.Kept:
     has_length = issubclass(getattr(toy_streams, kind), toy_streams.Sized)
     sections: dict[str, Any] = {} if has_length else {"train": ENDLESS}
     return checkpointed.run(folder, data=data(kind), **EVERY, **sections, **more)
@@ -83,7 +83,7 @@ def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path, mo
     monkeypatch.setattr(measure, "probe", lambda s, **_: samples.parts(step_ms=5.0))
     run(tmp_path / "whole", "Stateful")
     toy_streams.Stateful.read = 0
-    continued(tmp_path, "Stateful", stopped=7, measures=True)
+    continued(tmp_path, "Stateful", stopped=7, train_only=False)
     # the first sixteen to look at, eight to compare, sixteen to train on, eight to measure a step behind the last
     assert toy_streams.Stateful.read == 16 + 8 + 16 + 8
 

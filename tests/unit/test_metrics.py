@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from checkpointed import Saving, run
+from checkpointed import run
 from torchmetrics import classification
 from typer.testing import CliRunner
 
@@ -132,7 +132,7 @@ class TestAValidationLossThatIsNotFinite:
         }
 
     def test_ends_training_before_its_checkpoint(self, tmp_path: Path) -> None:
-        outbox = Saving()
+        outbox = toys.Kept()
         with pytest.raises(TrainingError, match=r"validation loss is nan after epoch 1 \(step 3\), although"):
             run(tmp_path, outbox=outbox, **self.sections("stop"))
         assert math.isnan(outbox.series("validation/loss")[-1])

@@ -3,19 +3,20 @@
 # promise: which samples form a batch depends on seed and step; each validation sample counts once
 # promise: orders of one's own, and a batch by worker: the same at 1 and 2 workers and resumed within an epoch
 
+import itertools
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import toy_orders
 import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from loading import epoch_of
+from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
-from toys import Plain
+from toys import Plain, regression
 
 from pipeline.data import draw_weighted
 from pipeline.data.splits import Table
@@ -23,6 +24,40 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.train.batches import train_order
 from pipeline.train.order import MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches
 from pipeline.train.seeds import mix
+
+_calls = itertools.count()
+
+
+def hard_first(samples: Any, epoch: int, generator: torch.Generator, share: float = 1.0) -> Tensor:
+    """A part of the samples at random, those with the largest targets first, in every other epoch the last."""
+    drawn = torch.randperm(len(samples), generator=generator)[: round(share * len(samples))]
+    targets = regression()[0][:][1].flatten()[drawn]
+    return drawn[targets.argsort(descending=epoch % 2 == 0)]
+
+
+def shuffled(samples: Any, epoch: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(len(samples), generator=generator)
+
+
+def by_global_generators(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    return np.random.permutation(len(samples))
+
+
+def other_each_time(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    return np.roll(np.arange(len(samples)), next(_calls))
+
+
+def fewer_each_epoch(samples: Any, epoch: int, generator: torch.Generator) -> range:
+    return range(len(samples) - epoch)
+
+
+def fails(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    raise LookupError("no such curriculum")
+
+
+def by_weights(samples: Any, epoch: int, generator: torch.Generator, weights: Any = None) -> Any:
+    """Draws by a weight for each sample: its index, or those given."""
+    return draw_weighted(torch.arange(float(len(samples))) if weights is None else weights, generator)
 
 
 def shuffle(samples: int, batch: int, seed: int = 0) -> SampleOrder:
@@ -126,7 +161,7 @@ def test_mixed_seeds_are_valid_and_apart(one: list[int], other: list[int]) -> No
 
 # By `sampler`
 
-ALLOWED = ("torch", "toys", "toy_orders", "pipeline")
+HERE = "test_order"
 BALANCED = {"_target_": "pipeline.data.balanced"}
 BY_LENGTH = {"_target_": "pipeline.data.by_length"}
 BY_NUMBER = {**BY_LENGTH, "lengths": list(range(22))}
@@ -134,11 +169,11 @@ BY_NUMBER = {**BY_LENGTH, "lengths": list(range(22))}
 
 def of(sampler: dict[str, Any] | None, dataset: Any, *, batch: int = 8, seed: int = 3) -> SampleOrder:
     experiment = toys.experiment(seed=seed, sampler=sampler, train={"global_batch_size": batch})
-    return train_order(experiment, dataset, allowed=ALLOWED)
+    return train_order(experiment, dataset, allowed=toys.ALLOWED)
 
 
 def function(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"_target_": f"toy_orders.{name}", **arguments}
+    return {"_target_": name if "." in name else f"{HERE}.{name}", **arguments}
 
 
 def drawn(order: SampleOrder, epoch: int = 0) -> list[int]:
@@ -151,7 +186,7 @@ def batches(order: SampleOrder, epoch: int = 0) -> list[Any]:
 
 @pytest.mark.parametrize("sizes", [(37, 5, 1), (990, 10), (500, 300, 150, 50)])
 def test_balanced_classes_have_equal_shares_in_each_epoch(sizes: tuple[int, ...]) -> None:
-    dataset = toy_orders.imbalanced(sizes)[0]
+    dataset = toys.imbalanced(sizes)[0]
     order, targets = of(BALANCED, dataset), dataset[:][1].numpy()
     epochs = [drawn(order, epoch) for epoch in range(5)]
     for indices in epochs:
@@ -170,7 +205,7 @@ def test_a_sample_is_drawn_as_often_as_its_weight_says(weights: list[float], see
 
 @pytest.mark.parametrize(("samples", "batch"), [(43, 8), (1000, 8), (5, 8), (48, 8), (1, 1)])
 def test_batches_hold_samples_of_similar_length(samples: int, batch: int) -> None:
-    dataset: Any = toy_orders.ragged(samples)[0]
+    dataset: Any = toys.ragged(samples)[0]
     lengths = np.array([len(tokens) for tokens, _ in dataset])
     order, plain = (of(sampler, dataset, batch=batch) for sampler in (BY_LENGTH, None))
 
@@ -196,7 +231,9 @@ def test_a_function_gets_samples_epoch_and_the_generator_of_the_default_order() 
     assert all(drawn(own, epoch) == drawn(plain, epoch) for epoch in range(3))
 
 
-@pytest.mark.parametrize(("sampler", "samples"), [(function("hard_first", share=0.5), 11), (function("twice"), 44)])
+@pytest.mark.parametrize(
+    ("sampler", "samples"), [(function("hard_first", share=0.5), 11), (function("toys.twice"), 44)]
+)
 def test_a_function_decides_how_many_samples_an_epoch_has(sampler: dict[str, Any], samples: int) -> None:
     order = of(sampler, toys.regression()[0])
     assert (order.samples, order.set_size, order.steps_per_epoch) == (samples, 22, -(-samples // 8))
@@ -312,14 +349,14 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "no such field": (BALANCED, Plain([{"x": 1}]), "a sample has the fields x, but none of labels"),
     "no length": (BY_LENGTH, Plain([(1, 2)]), "sampler: sample 0 is a int without a length"),
     "outside": (
-        function("given", indices=[0, 3, 4]), PLAIN,
-        "sampler: toy_orders.given returned index 4 at position 2 for epoch 0, but samples are numbered from 0 to 3",
+        function("toys.given", indices=[0, 3, 4]), PLAIN,
+        "sampler: toys.given returned index 4 at position 2 for epoch 0, but samples are numbered from 0 to 3",
     ),
-    "below": (function("given", indices=[0, -1]), PLAIN, "returned index -1 at position 1"),
-    "none": (function("given", indices=[]), PLAIN, "returned a list of 0 .* integer indices, at least one"),
-    "shares": (function("given", indices=[0.5]), PLAIN, "returned a list of 1 float64 numbers for epoch 0"),
-    "a number": (function("given", indices=3), PLAIN, "returned a int for epoch 0; it must return"),
-    "raises": (function("fails"), PLAIN, "sampler: toy_orders.fails raised LookupError: no such curric"),
+    "below": (function("toys.given", indices=[0, -1]), PLAIN, "returned index -1 at position 1"),
+    "none": (function("toys.given", indices=[]), PLAIN, "returned a list of 0 .* integer indices, at least one"),
+    "shares": (function("toys.given", indices=[0.5]), PLAIN, "returned a list of 1 float64 numbers for epoch 0"),
+    "a number": (function("toys.given", indices=3), PLAIN, "returned a int for epoch 0; it must return"),
+    "raises": (function("fails"), PLAIN, "sampler: test_order.fails raised LookupError: no such curric"),
     "other each time": (function("other_each_time"), PLAIN, "returned different indices when"),
 }  # fmt: skip
 

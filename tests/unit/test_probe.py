@@ -77,7 +77,7 @@ class SlowSGD(torch.optim.SGD):
 
 
 def built(*, parts: int = 1, **sections: Any) -> State:
-    return toys.built(**sections, train={"gradient_accumulation": parts, "precision": "fp32"}, allowed=HERE)
+    return toys.built(**sections, train={"gradient_accumulation": parts, "precision": "fp32"})
 
 
 def measured(s: State, *, step_ms: float = 200.0, waits_ms: Sequence[float] = (0.0,)) -> StepParts:
@@ -212,7 +212,7 @@ class Unstable(nn.Linear):
 
 
 def test_a_probe_that_fails_costs_its_table_and_a_line() -> None:
-    result, outbox = toys.trained(model={"_target_": f"{HERE}.Unstable"}, measures=True, allowed=HERE)
+    result, outbox = toys.trained(model={"_target_": f"{HERE}.Unstable"}, train_only=False)
     assert (result.steps, len(result.losses)) == (6, 6)
     assert (result.parts.compute_ms, result.parts.rest_ms, result.parts.sum_ms) == (None, None, None)
     assert result.parts.data_wait_ms >= 0
@@ -228,7 +228,7 @@ def test_a_probe_that_fails_costs_its_table_and_a_line() -> None:
 def counted(**sections: Any) -> tuple[Flops | None, list[str]]:
     """Operations of an experiment, and the warnings."""
     outbox = toys.Kept()
-    s = toys.built(**sections, outbox=outbox, allowed=HERE)
+    s = toys.built(**sections, outbox=outbox)
     return count_operations(s, held_step(s)), outbox.warnings
 
 
@@ -323,7 +323,7 @@ def test_a_model_that_can_not_be_counted_is_told_once() -> None:
 
 
 def test_trainings_and_cells_are_counted_once_and_train_only_is_not() -> None:
-    assert toys.trained(measures=True)[0].flops is not None
+    assert toys.trained(train_only=False)[0].flops is not None
     assert toys.trained(max_steps=5, kind=CellMeasurement)[0].flops is not None
     assert toys.trained(max_steps=5)[0].flops is None
     assert toys.trained()[0].flops is None

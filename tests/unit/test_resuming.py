@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from checkpointed import EVERY, STEPS, Saving, assert_equal, assert_same, resumed, run, until
+from checkpointed import EVERY, STEPS, assert_equal, assert_same, resumed, run, until
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
@@ -25,6 +25,25 @@ from pipeline import registry
 from pipeline.errors import ExperimentError
 from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE, map_state
+
+
+def convolutions() -> nn.Module:
+    """The second one has weights whose memory layout channels_last changes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)
+    )
+
+
+class CodeInState(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler whose state can't be saved without pickle."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.secret = lambda: 1.0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
 
 HERE = "test_resuming"
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
@@ -84,17 +103,17 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     dist.destroy_process_group()
 
 
-def train(folder: Path, **more: Any) -> Saving:
+def train(folder: Path, **more: Any) -> toys.Kept:
     """Train in fp32, with a checkpoint of each step."""
     return run(folder, **{**EVERY, **more, "train": {"precision": "fp32", **more.get("train", {})}})
 
 
 @pytest.fixture(scope="module")
-def whole_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Saving]]:
+def whole_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, toys.Kept]]:
     """Trainings that nothing stopped, by name: where their checkpoints are, and what came of them."""
-    known: dict[str, tuple[Path, Saving]] = {}
+    known: dict[str, tuple[Path, toys.Kept]] = {}
 
-    def train_once(name: str, **sections: Any) -> tuple[Path, Saving]:
+    def train_once(name: str, **sections: Any) -> tuple[Path, toys.Kept]:
         if name not in known:
             folder = tmp_path_factory.mktemp("whole")
             known[name] = folder, train(folder, **sections)
@@ -105,7 +124,7 @@ def whole_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pa
 
 @pytest.mark.parametrize(("strategy", "optimizer", "scheduler", "step"), CASES, indirect=["strategy"])
 def test_a_training_resumed_after_any_step_is_the_same(
-    whole_in: Callable[..., tuple[Path, Saving]],
+    whole_in: Callable[..., tuple[Path, toys.Kept]],
     tmp_path: Path,
     strategy: str,
     optimizer: str,
@@ -138,7 +157,7 @@ def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(
 ) -> None:
     """Use a schedule of learning rates that doesn't depend on the length. No permission is needed."""
 
-    def of_length(length: dict[str, Any], folder: str, **more: Any) -> Saving:
+    def of_length(length: dict[str, Any], folder: str, **more: Any) -> toys.Kept:
         schedule = {"_target_": f"{_SCHEDULERS}.StepLR", "step_size": 3, "gamma": 0.7}
         sections = {**RICH, "optimizer": OPTIMIZERS["AdamW"], "scheduler": schedule, **more}
         return train(tmp_path / folder, **sections, train={**length, "scheduler_interval": interval})
@@ -155,7 +174,7 @@ def test_a_finished_training_goes_on_as_one_that_was_as_long_from_the_start(
 FORMATS: dict[str, dict[str, Any]] = {
     **{
         f"channels_last, {optimizer}": {
-            "model": {"_target_": "toys.convolutions"}, "data": {"_target_": "toys.images"},
+            "model": {"_target_": "test_resuming.convolutions"}, "data": {"_target_": "toys.images"},
             "loss": {"_target_": "torch.nn.CrossEntropyLoss"}, "optimizer": OPTIMIZERS[optimizer],
             "train": {"epochs": 1, "precision": "fp32", "memory_format": "channels_last", "ema": {"decay": 0.5}},
         } for optimizer in ("momentum", "AdamW")
@@ -213,7 +232,7 @@ class MixUp:
 
 def test_a_step_that_draws_is_resumed_exactly(tmp_path: Path) -> None:
     drawing: dict[str, Any] = {
-        "allowed": HERE, "model": {"_target_": f"{HERE}.Drifting"}, "task": {"_target_": f"{HERE}.MixUp"}, "loss": None,
+        "model": {"_target_": f"{HERE}.Drifting"}, "task": {"_target_": f"{HERE}.MixUp"}, "loss": None,
     }  # fmt: skip
     whole = run(tmp_path / "whole", **EVERY, **drawing)
     for step in (1, 3, 4):
@@ -318,7 +337,7 @@ class TestAnAllowedChange:
     def test_of_early_stopping_lets_the_training_go_on(self, tmp_path: Path, before: dict[str, Any] | None) -> None:
         """``min_delta`` is such that each evaluation but the first counts as one without improvement."""
 
-        def of(patience: dict[str, Any] | None, **more: Any) -> Saving:
+        def of(patience: dict[str, Any] | None, **more: Any) -> toys.Kept:
             options = None if patience is None else {**patience, "min_delta": 100.0}
             return run(tmp_path, train={"epochs": 5 if before else 2, "early_stopping": options}, **more)
 
@@ -340,8 +359,8 @@ def test_a_state_is_plain_and_exact(tmp_path: Path) -> None:
 
 
 def test_a_state_that_needs_code_is_refused_before_training(tmp_path: Path) -> None:
-    outbox = Saving()
+    outbox = toys.Kept()
     message = r"scheduler: its state has a function \(secret\).*checkpoint.keep: 0"
     with pytest.raises(ExperimentError, match=message):
-        run(tmp_path, outbox=outbox, scheduler={"_target_": "toys.CodeInState"})
+        run(tmp_path, outbox=outbox, scheduler={"_target_": "test_resuming.CodeInState"})
     assert outbox.saved == outbox.points("train/loss") == []

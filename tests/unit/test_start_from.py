@@ -11,7 +11,7 @@ import checkpointed
 import pytest
 import torch
 import toys
-from checkpointed import EVERY, Saving
+from checkpointed import EVERY
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -42,13 +42,13 @@ def wanted(path: Path, **options: Any) -> tuple[StartFrom, Weights]:
     return StartFrom(file=str(path), **options), Weights(path=str(path), source=path.name)
 
 
-def run(path: Path, *, folder: Path | None = None, **sections: Any) -> Saving:
+def run(path: Path, *, folder: Path | None = None, **sections: Any) -> toys.Kept:
     start, initial = wanted(path, **sections.pop("start_from", {}))
     train = {"start_from": start.model_dump(), **sections.pop("train", {})}
     return checkpointed.run(folder or "", model=NET, train=train, initial=initial, **sections)
 
 
-def loaded(outbox: Saving) -> Loaded | None:
+def loaded(outbox: toys.Kept) -> Loaded | None:
     (started,) = (event for event in outbox.events if isinstance(event, Started))
     return started.loaded
 

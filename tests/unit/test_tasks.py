@@ -15,6 +15,7 @@ import toys
 import weighed
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from pipeline.errors import ExperimentError
 from pipeline.models import GPT
@@ -24,6 +25,26 @@ from pipeline.train.build import build
 from pipeline.train.checks import check_log_names
 from pipeline.train.errors import explain, hint
 from pipeline.train.state import State
+
+
+def paired() -> tuple[Dataset[Any], None]:
+    """Two inputs in each sample."""
+    return toys.Plain([((torch.ones(3), torch.ones(3)), torch.ones(1))] * 8), None
+
+
+def flat_net() -> nn.Module:
+    """Its outputs have no dimension of size 1, as the targets have."""
+    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+
+
+class Rarely:
+    """A sum over nothing in each batch but the first, whose log is NaN there, as a mean over nothing is."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        outputs = model(batch[0])
+        there = (batch[1] > 0).sum()
+        return Loss((outputs * 0).sum() + there, there, outputs, batch[1], {"share": 0.5 * there / there})
+
 
 HERE = "test_tasks"
 
@@ -203,7 +224,7 @@ def test_training_and_validation_report_logs() -> None:
 
 
 def test_batches_without_items_do_not_count() -> None:
-    _, kept = toys.trained(**task("toys.Rarely"), train={"global_batch_size": 1})
+    _, kept = toys.trained(**task("test_tasks.Rarely"), train={"global_batch_size": 1})
     assert set(kept.series("train/share")) == {0.0, 0.5}  # not NaN
     assert kept.series("validation/share") == [pytest.approx(0.5)] * len(kept.series("validation/share"))
 
@@ -264,9 +285,7 @@ def own(of: str, **sections: Any) -> dict[str, Any]:
 def built(*, accumulation: int = 2, **sections: Any) -> tuple[State, list[str]]:
     """A training that is built, and its warnings."""
     train, outbox = {"gradient_accumulation": accumulation, **sections.pop("train", {})}, toys.Kept()
-    trial = toys.trial(**sections, train=train, allowed=HERE)
-    trial = trial.model_copy(update={"allowed": (*trial.allowed, "weighed")})
-    return build(trial, rank=Rank(), outbox=outbox), outbox.warnings
+    return toys.built(**sections, train=train, outbox=outbox), outbox.warnings
 
 
 @pytest.mark.parametrize(
@@ -363,7 +382,7 @@ def test_other_errors_keep_torch_s_words(s: State) -> None:
     explain(raised(lambda: functional.cross_entropy(INPUTS, torch.tensor([0, 1, 2, 0]), torch.ones(2))), s, None)
 
 
-FLAT = {"model": {"_target_": "toys.flat_net"}}
+FLAT = {"model": {"_target_": "test_tasks.flat_net"}}
 SPREAD = "gets outputs of shape (8,) (float64) and targets of shape (8, 1) (float64); return targets.squeeze(-1) from"
 ENTROPY = {"data": {"_target_": "toys.classification"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
 
@@ -382,7 +401,7 @@ ENTROPY = {"data": {"_target_": "toys.classification"}, "loss": {"_target_": "to
           for name in ("MSELoss", "L1Loss", "HuberLoss", "SmoothL1Loss", "PoissonNLLLoss", "SoftMarginLoss")),
         (task("toys.SquaredTask", **FLAT), f"task: {SPREAD}"),
         ({"model": {"_target_": "torch.nn.Bilinear", "in1_features": 3, "in2_features": 3, "out_features": 1},
-          "data": {"_target_": "toys.paired"}},
+          "data": {"_target_": "test_tasks.paired"}},
          "model: is called with one argument, the batch's inputs (a list of 2: Tensor (8, 3), Tensor (8, 3)), but "
          "Bilinear.forward() missing 1 required positional argument: 'input2'. Set `task:` to a class"),
     ],

@@ -4,28 +4,80 @@ That losses and weights are those of a loop by hand is judged by contract/test_b
 """
 
 import math
+import os
 from itertools import count, groupby, pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
+from weakref import ref
 
 import checkpointed
 import pytest
 import torch
 import toys
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.load import from_mapping
 from pipeline.experiment.train import LearningRateScaling
 from pipeline.protocol.events import Metrics, ModelSaved, Started
 from pipeline.protocol.rank import Rank
+from pipeline.tasks import Loss
 from pipeline.train import trainer
 from pipeline.train.build import build
 from pipeline.train.order import SampleOrder
 from pipeline.train.run import train
 from pipeline.train.schedules import scaling_factor
+
+
+class Unseeded(toys.Plain):
+    """Samples of even index differ each time they are read; others can't be read, as it happens."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 4 == 1:
+            raise OSError("the file is damaged")
+        inputs, targets = self.samples[index]
+        return (inputs if index % 2 else inputs + int.from_bytes(os.urandom(2))), targets
+
+
+class Exponential(nn.Module):
+    """A task whose loss needs its own result for the backward pass, but not the model's outputs."""
+
+    are_outputs_alive: ClassVar[list[bool]] = []
+    """At the start of each backward pass."""
+
+    def __init__(self, is_weighted: bool = False) -> None:
+        super().__init__()
+        self.is_weighted = is_weighted
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        outputs = model(batch[0])
+        count = torch.tensor(len(outputs)) if self.is_weighted else None
+        loss = outputs.exp().sum()
+        if loss.requires_grad:
+            alive = ref(outputs)
+            loss.register_hook(lambda _: self.are_outputs_alive.append(alive() is not None))
+        return Loss(loss, count, outputs, batch[1])
+
+
+class DrawsInEvaluation(toys.BrokenModel):
+    """Draws random numbers where dropout doesn't."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            torch.rand(1)
+        outputs: Tensor = self.layer(nn.functional.dropout(inputs, training=self.training))
+        return outputs
+
+
+def picture(dot: int) -> tuple[Dataset[Any], None]:
+    """Large samples that differ in the middle only, where the text of a tensor says "..."."""
+    images = torch.zeros(4, 3 * 1000)
+    images[:, 1500] = dot
+    return TensorDataset(images, torch.zeros(4, 1)), None
+
 
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""
@@ -87,10 +139,10 @@ def test_a_length_that_is_missing_or_given_twice_is_refused(train: dict[str, int
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_outputs_are_freed_before_the_backward_pass(is_weighted: bool) -> None:
     """Those of a GPT with 50,304 tokens and a batch of 16 x 1,024 take 1.6 GB, a tenth of its peak memory."""
-    toys.Exponential.are_outputs_alive.clear()
-    task = {"_target_": "toys.Exponential", "is_weighted": is_weighted}
+    Exponential.are_outputs_alive.clear()
+    task = {"_target_": "test_training.Exponential", "is_weighted": is_weighted}
     toys.trained(loss=None, task=task, train={"steps": 2, "epochs": None})
-    assert set(toys.Exponential.are_outputs_alive[:2]) == {False}
+    assert set(Exponential.are_outputs_alive[:2]) == {False}
 
 
 class Reads(TorchDispatchMode):
@@ -103,7 +155,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-COUNTED = {"loss": None, "task": {"_target_": "toys.Exponential", "is_weighted": True}}
+COUNTED = {"loss": None, "task": {"_target_": "test_training.Exponential", "is_weighted": True}}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +268,7 @@ def test_fp16_clips_the_unscaled_gradient(sections: dict[str, Any]) -> None:
 
 def test_dropout_of_a_step_does_not_depend_on_what_came_before() -> None:
     """So a resumed training goes on as it would have."""
-    model = {"_target_": "toys.DrawsInEvaluation"}
+    model = {"_target_": "test_training.DrawsInEvaluation"}
     often, once = (losses(model=model, train={"evaluate_every_epochs": every}) for every in (1, 2))
     assert often == once
 
@@ -278,14 +330,14 @@ def test_a_digest_tells_data_sets_apart() -> None:
         return toys.built(data={"_target_": target, **arguments}, **sections).batches.digest
 
     digests = [digest(), digest(samples=21), digest(validation=9), digest("toys.noisy"),
-               digest("toys.picture", dot=0), digest("toys.picture", dot=1)]  # fmt: skip
+               digest("test_training.picture", dot=0), digest("test_training.picture", dot=1)]  # fmt: skip
     assert len(set(digests)) == len(digests)
     assert digest(model="toys.dropout_net") == digests[0]
     assert digest("toys.noisy", model="toys.dropout_net") == digests[3]
 
 
 def test_samples_that_cannot_be_compared_are_counted() -> None:
-    data = toys.Unseeded(toys.regression()[0]), None  # type: ignore[arg-type]
+    data = Unseeded(toys.regression()[0]), None  # type: ignore[arg-type]
     batches = build(toys.trial(train={"global_batch_size": 2}), rank=Rank(), datasets=(*data, None)).batches
     assert set(batches.data.samples) == {f"sample {index} of the training set" for index in (7, 11, 15, 19)}
     assert batches.data.left_out == 12

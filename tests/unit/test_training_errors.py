@@ -1,15 +1,130 @@
 """Trainings that can't be: each is refused in one process by the key, what is wrong, and what to do."""
 
 import re
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import pytest
+import torch
 import toy_contrastive
 import toy_gans
+import toy_metrics
 import toys
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.consistency import contradictions
+from pipeline.tasks import Loss
+from pipeline.train import Hook, State
+
+HERE = "test_training_errors"
+
+
+class Refusing(toy_metrics.Count):
+    """Takes no batch."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        raise ValueError("no such\ntargets")
+
+
+def wrong_transform(name: str) -> Any:
+    """A transform that is wrong in one way."""
+
+    def fail(inputs: Tensor, targets: Tensor) -> None:
+        raise ValueError("no such\nmix")
+
+    return {
+        "number": 3,
+        "fails": fail,
+        "one": lambda inputs, _: inputs,
+        "arrays": lambda inputs, targets: (inputs.numpy(), targets),
+        "shorter": lambda inputs, targets: (inputs[1:], targets[1:]),
+    }[name]
+
+
+class Returning(Hook):
+    """A hook of which one method returns what an argument says."""
+
+    def __init__(self, *, method: str, value: Any = None) -> None:
+        self.method, self.value = method, value
+
+    def report(self, s: State) -> Mapping[str, float]:
+        return cast(Mapping[str, float], self.value) if self.method == "report" else {}
+
+    def after_evaluation(self, s: State, values: Mapping[str, float]) -> Mapping[str, float]:
+        return cast(Mapping[str, float], self.value) if self.method == "after_evaluation" else {}
+
+
+def no_hook() -> int:
+    return 3
+
+
+class Halving(Hook):
+    """Half of the samples of each batch."""
+
+    def transform(self, batch: Any) -> Any:
+        return tuple(one[: len(one) // 2] for one in batch)
+
+
+class WithCount(torch.nn.Module):
+    """A squared error with a count of its own."""
+
+    def __init__(self, *, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        return Loss((model(batch[0]) - batch[1]).square().sum(), torch.tensor(self.count))
+
+
+class Constant(torch.nn.Module):
+    """A loss without a graph."""
+
+    def forward(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        return Loss(torch.zeros(()), torch.zeros(()))
+
+
+def empty() -> tuple[Dataset[Any], None]:
+    return toys.Plain([]), None
+
+
+def one_set() -> Dataset[Any]:
+    return toys.Plain([1.0])
+
+
+class PerSample(nn.Module):
+    """A loss for each sample instead of their mean."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).pow(2)
+
+
+class PerSampleTask:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        outputs = model(batch[0])
+        return Loss((outputs - batch[1]).pow(2), None, outputs, batch[1])
+
+
+def accuracy_function() -> Any:
+    return lambda outputs, targets: 1.0
+
+
+class Stretched:
+    """Takes anything and is nothing in particular."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+def counting_net() -> nn.Module:
+    return nn.Sequential(toys.Counting(), nn.Linear(1, 1))
+
+
+def flat_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    """Makes one group of all that it is given."""
+    return torch.optim.SGD([one for group in parameters for one in group["params"]], lr=lr)
+
 
 LR = "torch.optim.lr_scheduler."
 COSINE = {"_target_": f"{LR}CosineAnnealingLR", "T_max": "${total_steps}"}
@@ -22,7 +137,7 @@ CLASSES = {
     "data": {"_target_": "toys.classification"},
     "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
 }
-MEAN, HALVED = {"_target_": "toy_own.Mean"}, {"_target_": "toy_own.Halved"}
+MEAN, HALVED = {"_target_": "toys.Mean"}, {"_target_": "toys.Halved"}
 SCALED: dict[str, Any] = {"lr_scaling": {"rule": "linear", "base_batch_size": 2}}
 NET: dict[str, Any] = {"model": {"_target_": "toys.NormedNet"}}
 
@@ -53,34 +168,34 @@ def duel(fails: str) -> dict[str, Any]:
 
 
 def returning(method: str, value: Any) -> dict[str, Any]:
-    return {"hooks": [{"_target_": "toy_own.Returning", "method": method, "value": value}]}
+    return {"hooks": [{"_target_": f"{HERE}.Returning", "method": method, "value": value}]}
 
 
 def transform(name: str) -> dict[str, Any]:
-    return {"train": {"batch_transform": {"_target_": "toy_features.transform", "name": name}}}
+    return {"train": {"batch_transform": {"_target_": f"{HERE}.wrong_transform", "name": name}}}
 
 
 EACH = metric("MulticlassF1Score", average="none")
 SEVERAL = gan(schedulers={})
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # Losses and tasks
-    (of("loss", "toys.PerSample"), "loss: is a tensor of shape (8, 1), not a scalar"),
-    (of("task", "toys.PerSampleTask"), "task: ... tensor of shape (8, 1)"),
+    (of("loss", f"{HERE}.PerSample"), "loss: is a tensor of shape (8, 1), not a scalar"),
+    (of("task", f"{HERE}.PerSampleTask"), "task: ... tensor of shape (8, 1)"),
     (of("loss", "torch.nn.MSELoss", reduction="sum"), "loss: ... set reduction: mean"),
-    (of("task", "toy_own.WithCount", count=-3), "task: returned a negative Loss.count"),
-    (of("task", "toy_own.Constant"), "task: returned a loss that does not depend on any parameter"),
+    (of("task", f"{HERE}.WithCount", count=-3), "task: returned a negative Loss.count"),
+    (of("task", f"{HERE}.Constant"), "task: returned a loss that does not depend on any parameter"),
     # The model
     (of("model", "toys.frozen_net"), "model: toys.frozen_net has no trainable parameters"),
     (of("model", "toys.not_a_model"), "model: ... returned a dict; it must return a torch.nn.Module"),
     (of("model", "toys.Switching", learns=[False, True]), "model: body.weight, body.bias require a gradient after ste"),
-    ({**of("model", "toys.counting_net"), "train": {"activation_checkpointing": "0"}},
+    ({**of("model", f"{HERE}.counting_net"), "train": {"activation_checkpointing": "0"}},
      "train.activation_checkpointing: ... recomputing Counting would update its buffer calls twice"),
     (of("model", "toys.with_a_part_named_task") | of("loss", "toys.Uncertain"),
      "model: has a part named task (task.weight), ... rename it"),
     # Data
-    (of("data", "toys.one_set"), "data: ... returned a Plain. Return a tuple"),
+    (of("data", f"{HERE}.one_set"), "data: ... returned a Plain. Return a tuple"),
     (of("data", "toys.singles"), "data: a batch is a tuple of 1: Tensor (8, 3), not (inputs, targets)"),
-    (of("data", "toys.empty"), "data: the training set is empty"),
+    (of("data", f"{HERE}.empty"), "data: the training set is empty"),
     (of("data", "toys.unreadable", index=0), "sample 0 of the data can't be read: OSError: no such image"),
     (of("data", "toys.unreadable", index=5), "sample 5 of the data can't be read: OSError: no such image"),
     (stream("Plain"), "train.epochs: is 2, but the training set is iterable and has no length"),
@@ -94,8 +209,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (stream("Longer", by=1), "the training set returned more samples than its length, 22; correct its __len__"),
     (stream("Longer", by=-1), "the training set has no sample 21, counted from 0, in epoch 1"),
     # Metrics
-    ({"metrics": {"a": {"_target_": "toys.accuracy_function"}}}, "metrics.a: ... a function; use a torchmetrics met"),
-    ({"metrics": {"picky": {"_target_": "toy_metrics.Refusing", "on": BOTH}}},
+    ({"metrics": {"a": {"_target_": f"{HERE}.accuracy_function"}}}, "metrics.a: ... a function; use a torchmetrics"),
+    ({"metrics": {"picky": {"_target_": f"{HERE}.Refusing", "on": BOTH}}},
      "metrics.picky: on: [train, validation] raised for training batches ValueError: no such targets"),
     (of("task", "toys.Logged") | {"metrics": {"twice": COUNT}},
      "metrics.twice: reports validation/twice, and so does Loss.logs; rename one"),
@@ -113,9 +228,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**toy_contrastive.CASES["both"], "train": {"evaluation_batch_size": 2}},
      "train.evaluation_batch_size: has no effect: the task compares all"),
     # Optimizers and schedulers
-    (of("optimizer", "toys.Stretched"), "optimizer: ... is a Stretched, not a torch.optim"),
+    (of("optimizer", f"{HERE}.Stretched"), "optimizer: ... is a Stretched, not a torch.optim"),
     (of("optimizer", "torch.optim.LBFGS"), "optimizer: the step() of LBFGS needs a closure, which is not supp"),
-    ({**NET, **of("optimizer", "toys.flat_sgd", lr=0.1, groups=[{"match": "head.*", "lr": 0.5}])},
+    ({**NET, **of("optimizer", f"{HERE}.flat_sgd", lr=0.1, groups=[{"match": "head.*", "lr": 0.5}])},
      "optimizer.groups[0].lr: is 0.5, but SGD ignores it"),
     ({**NET, **of("optimizer", "torch.optim.SGD", lr=0.1, groups=[{"match": "head.*", "lr": 0.5}]),
       **of("scheduler", "toys.one_cycle")}, "scheduler: toys.one_cycle uses OneCycleLR, whose rates override"),
@@ -148,16 +263,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *((toy_contrastive.case(name), "task: calls pipeline.tasks.gathered, but not in the first batch of training")
       for name in ("InEvaluation", "Late")),
     # Hooks and transforms
-    ({"hooks": [{"_target_": "toy_own.Halving"}]}, "hooks: transform() returned 4 of 8 samples"),
-    ({"hooks": [{"_target_": "toy_own.no_hook"}]}, "hooks[0]: is a int, not a pipeline.train.Hook; derive it from"),
-    ({"hooks": [MEAN, HALVED, MEAN]}, "hooks[2]: is a second toy_own.Mean; list each hook once"),
-    (returning("report", [1]), "hooks: toy_own.Returning.report returned list; return numbers by name, or {}"),
-    (returning("report", {"loss": 9.0}), "hooks: toy_own.Returning reports loss, which is taken"),
+    ({"hooks": [{"_target_": f"{HERE}.Halving"}]}, "hooks: transform() returned 4 of 8 samples"),
+    ({"hooks": [{"_target_": f"{HERE}.no_hook"}]}, "hooks[0]: is a int, not a pipeline.train.Hook; derive it from"),
+    ({"hooks": [MEAN, HALVED, MEAN]}, "hooks[2]: is a second toys.Mean; list each hook once"),
+    (returning("report", [1]), "hooks: ... Returning.report returned list; return numbers by name, or {}"),
+    (returning("report", {"loss": 9.0}), "hooks: ... Returning reports loss, which is taken"),
     (returning("after_evaluation", {"x": "high"}),
-     "hooks: toy_own.Returning.after_evaluation returned dict; return numbers by name, or {}"),
+     "hooks: ... Returning.after_evaluation returned dict; return numbers by name, or {}"),
     (returning("after_evaluation", {"validation/loss": 1.0}),
-     "hooks: toy_own.Returning.after_evaluation returned a value of validation/loss, which"),
-    (transform("number"), "train.batch_transform: toy_features.transform returned a int, which can't be called; return "
+     "hooks: ... Returning.after_evaluation returned a value of validation/loss, which"),
+    (transform("number"), "train.batch_transform: ... returned a int, which can't be called; return "
      "a function of inputs and targets"),
     (transform("fails"), "train.batch_transform: raised ValueError: no such mix"),
     (transform("one"), "train.batch_transform: the returned value is a tensor of shape (8, 3), not (inputs, targets); "

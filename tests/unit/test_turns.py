@@ -20,6 +20,7 @@ import toys
 from damage import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from pipeline.experiment.schema import Benchmark
 from pipeline.protocol.events import Finished, Phase, Warned
@@ -32,6 +33,20 @@ from pipeline.train.build import build
 from pipeline.train.run import train
 from pipeline.train.state import State
 from pipeline.train.turns import FEWEST_PAIRS, LEAST_PAIRS, LEAST_STEPS, PATIENCE, SLOT_S, Player, Schedule
+
+
+class Hungry(nn.Linear):
+    """Runs out of memory with more than ``most`` samples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(3, 1)
+        self.most = most
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return super().forward(inputs)
+
 
 # How many, how long, and in which order
 
@@ -108,7 +123,7 @@ MEASURE = {"rounds": 5, "time_budget_s": 600, "warmup_steps": 1, "steps": 2}
 
 def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = None, **sections: Any) -> Training:
     """A training with trials to compare; ``own`` are sections of the first one's experiment alone."""
-    trial = toys.trial(benchmark=MEASURE, measures=True, **sections)
+    trial = toys.trial(benchmark=MEASURE, train_only=False, **sections)
     assert isinstance(trial, Training)
     left_out = {"role", "experiment", *(Training.model_fields.keys() - Trial.model_fields.keys())}
     others = []
@@ -203,7 +218,7 @@ def test_the_training_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) ->
 
 def too_large(*, most: int) -> Training:
     """A training of two workers, whose baseline has memory for ``most`` samples only; both have the same weights."""
-    model = {"_target_": "toys.Hungry", "most": 8}
+    model = {"_target_": "test_turns.Hungry", "most": 8}
     return compared(Baseline, own={"model": {**model, "most": most}}, model=model).model_copy(update={"workers": 2})
 
 

@@ -9,6 +9,7 @@ import checkpointed
 import numpy as np
 import pytest
 import torch
+import toy_metrics
 import toys
 from checkpointed import assert_same, resumed
 from torch import Tensor, nn
@@ -17,6 +18,18 @@ from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.tasks import Loss
 from pipeline.train.restored import evaluate_checkpoint
+
+
+class Ever(toy_metrics.Count):
+    """How many samples it has seen in all evaluations; ``persistent`` saves it."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.persistent(persistent)
+
+    def reset(self) -> None:
+        self._computed = None
+
 
 HERE = "test_unsaved_state"
 
@@ -110,18 +123,18 @@ UNSAVED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UNSAVED)
 def test_what_the_first_step_changes_is_named_once(name: str, tmp_path: Path) -> None:
-    (warning,) = checkpointed.run(tmp_path, allowed=HERE, **UNSAVED[name]).warnings
+    (warning,) = checkpointed.run(tmp_path, **UNSAVED[name]).warnings
     assert warning.startswith(f"{name} changed in training, and checkpoints do not contain the change.")
 
 
 @pytest.mark.parametrize("sections", [own("model", "Counting"), own("task", "Following")], ids=["extra state", "steps"])
 def test_what_is_saved_or_computed_again_is_exact_and_not_named(sections: dict[str, Any], tmp_path: Path) -> None:
-    again, whole = resumed(tmp_path, after=2, allowed=HERE, **sections)
+    again, whole = resumed(tmp_path, after=2, **sections)
     assert whole.warnings == again.warnings == []
     assert_same(again, whole, after=2)
 
     folder, outbox = tmp_path / "after 2", toys.Kept()
-    trial = checkpointed.trial(folder, allowed=HERE, **sections)
+    trial = toys.trial(checkpoints=str(folder), **sections)
     shared = {name: getattr(trial, name) for name in Trial.model_fields if name != "role"}
     shared |= {"name": EVALUATION, "checkpoints": str(folder), "step": 6, "split": "validation"}
     found = evaluate_checkpoint(Evaluation(**shared), rank=Rank(), outbox=outbox)
@@ -133,7 +146,7 @@ def test_what_is_saved_or_computed_again_is_exact_and_not_named(sections: dict[s
 def test_a_metric_over_all_evaluations_is_resumed_if_its_states_are(
     persistent: bool, expected: float, tmp_path: Path
 ) -> None:
-    metrics = {"ever": {"_target_": "toy_metrics.Ever", "persistent": persistent}}
+    metrics = {"ever": {"_target_": "test_unsaved_state.Ever", "persistent": persistent}}
     checkpointed.run(tmp_path, train={"epochs": 1}, metrics=metrics)
     again = checkpointed.run(tmp_path, train={"epochs": 2}, metrics=metrics, resume=True)
     assert again.result.metrics["validation/ever"] == expected
@@ -149,5 +162,5 @@ class Renaming(nn.Linear):
 
 def test_a_state_with_other_names_is_told_at_the_first_checkpoint(tmp_path: Path) -> None:
     sections = own("model", "Renaming", in_features=3, out_features=1)
-    (warning,) = checkpointed.run(tmp_path, allowed=HERE, **sections).warnings
+    (warning,) = checkpointed.run(tmp_path, **sections).warnings
     assert warning.startswith("state_dict() of the model has other names than its parameters and buffers: kernel")

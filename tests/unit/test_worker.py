@@ -16,8 +16,10 @@ import pynvml
 import pytest
 import torch
 import torch.distributed as dist
+import toy_metrics
 import toys
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import pipeline
 from pipeline import worker
@@ -26,6 +28,56 @@ from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.train.errors import is_out_of_memory, origin
+
+
+class TF32(toy_metrics.Count):
+    """Sets TF32 by the newer API."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs, targets)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
+
+
+def far_away() -> tuple[Dataset[Any], None]:
+    """Each sample comes over a connection that breaks."""
+    return toys.Plain([ConnectionResetError(104, "Connection reset by peer")] * 8), None
+
+
+def tf32_model() -> nn.Module:
+    torch.set_float32_matmul_precision("high")
+    return nn.Linear(3, 1)
+
+
+def tf32_model_by_backend() -> nn.Module:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    return nn.Linear(3, 1)
+
+
+class TF32InEvaluation(nn.Linear):
+    """Sets TF32 by the newer API, but not before it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        return super().forward(inputs)
+
+
+def benchmarked() -> nn.Module:
+    assert torch.backends.cudnn.benchmark
+    return nn.Linear(3, 1)
+
+
+class Refused(toys.BrokenModel):
+    def __init__(self, why: str) -> None:
+        raise ValueError(why)
+
+
+class Quits(toys.BrokenModel):
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise SystemExit("the user's model gives up")
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +118,13 @@ def test_a_rank_reports_its_end() -> None:
 def test_settings_of_torch_are_those_of_the_file_while_it_trains() -> None:
     assert ended(train={"matmul_precision": "high"}).result.matmul_precision == "high"
     assert torch.get_float32_matmul_precision() == "highest"
-    ended(train={"cudnn_benchmark": True}, model={"_target_": "toys.benchmarked"})
+    ended(train={"cudnn_benchmark": True}, model={"_target_": "test_worker.benchmarked"})
     assert not torch.backends.cudnn.benchmark
 
 
 def test_code_that_sets_another_precision_is_told() -> None:
     outbox = toys.Kept()
-    trial = toys.trial(train={"matmul_precision": "highest"}, model={"_target_": "toys.tf32_model"})
+    trial = toys.trial(train={"matmul_precision": "highest"}, model={"_target_": "test_worker.tf32_model"})
     worker.run(trial, rank=Rank(), outbox=outbox)
     (told,) = outbox.warnings
     assert told.startswith("train.matmul_precision is highest, but user code set high, which is used")
@@ -82,9 +134,9 @@ def test_code_that_sets_another_precision_is_told() -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"model": {"_target_": "toys.tf32_model_by_backend"}},
-        {"model": {"_target_": "toys.TF32InEvaluation"}},
-        {"metrics": {"tf32": {"_target_": "toy_metrics.TF32"}}},
+        {"model": {"_target_": "test_worker.tf32_model_by_backend"}},
+        {"model": {"_target_": "test_worker.TF32InEvaluation"}},
+        {"metrics": {"tf32": {"_target_": "test_worker.TF32"}}},
     ],
     ids=["constructor", "evaluation", "metric"],
 )
@@ -118,7 +170,7 @@ def test_what_needs_no_traceback_has_none(caplog: pytest.LogCaptureFixture) -> N
     assert "linear.py" in caplog.text
     failed = failure(toys.trial(model={"_target_": "toys.not_a_model"}))
     assert ([problem.key for problem in failed.problems], failed.traceback) == (["model"], "")
-    assert failure(toys.trial(model={"_target_": "toys.Quits"})).error == "SystemExit: the user's model gives up"
+    assert failure(toys.trial(model={"_target_": "test_worker.Quits"})).error == "SystemExit: the user's model gives up"
 
 
 def test_an_error_that_this_project_raises_keeps_its_whole_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +193,7 @@ def test_an_error_of_a_dataset_is_the_runs_own_with_its_traceback() -> None:
     unreadable = {"_target_": "toys.unreadable", "index": 5}
     for data, error in (
         (unreadable, "sample 5 of the data can't be read: OSError: no such image"),
-        ({"_target_": "toys.far_away"}, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+        ({"_target_": "test_worker.far_away"}, "ConnectionResetError: [Errno 104] Connection reset by peer"),
     ):
         failed = failure(toys.trial(data=data))
         assert failed.error.endswith(error)
@@ -151,14 +203,14 @@ def test_an_error_of_a_dataset_is_the_runs_own_with_its_traceback() -> None:
 
 def test_a_failure_has_the_reference_to_a_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAB_HOST", "db.hunter2")
-    for name in ("toys.BrokenModel", "toys.Refused"):
+    for name in ("toys.BrokenModel", "test_worker.Refused"):
         failed = failure(toys.trial(model={"_target_": name, "why": "no access to ${oc.env:LAB_HOST}/x"}))
         assert "no access to ${oc.env:LAB_HOST}/x" in failed.error
         assert "hunter2" not in failed.model_dump_json()
 
 
 def test_a_node_without_the_folder_of_the_run_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    there = toys.trial(**BROKEN).model_copy(update={"folder": str(tmp_path / "gone")})
+    there = toys.trial(**BROKEN, folder=str(tmp_path / "gone"))
     assert failure(there).error == (
         f"{os.uname().nodename} has no folder {tmp_path}/gone. All nodes must share the folder of runs. "
         "Set tracking.directory to a place that they share."
@@ -170,16 +222,16 @@ def test_a_node_without_the_folder_of_the_run_is_refused_before_anything_is_buil
 
 def test_a_strategy_that_needs_a_process_group_gets_one_and_leaves_none() -> None:
     grouped = toys.Kept()
-    worker.run(toys.trial().model_copy(update={"strategy": "ddp"}), rank=Rank(), outbox=grouped)
+    worker.run(toys.trial(strategy="ddp"), rank=Rank(), outbox=grouped)
     assert not torch.distributed.is_initialized()
     assert grouped.series("train/loss") == pytest.approx(toys.trained()[1].series("train/loss"), rel=1e-12)
-    failure(toys.trial(**BROKEN).model_copy(update={"strategy": "ddp"}))
+    failure(toys.trial(**BROKEN, strategy="ddp"))
     assert not torch.distributed.is_initialized()
 
 
 def test_an_error_is_reported_before_an_abort_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL waits for the other ranks, which wait for the failed one."""
-    trial = toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"strategy": "ddp"})
+    trial = toys.trial(model={"_target_": "toys.BrokenModel"}, strategy="ddp")
     outbox, freed, reported = toys.Kept(), threading.Event(), list[AnyEvent]()
     monkeypatch.setattr(worker, "_ABORT_S", 0.1)
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", freed.wait)
@@ -197,7 +249,7 @@ def test_a_group_of_gpus_outlasts_the_hang_detector_and_is_destroyed_at_a_stop(m
     monkeypatch.setattr(worker, "device_of", lambda *_, **__: torch.device("cuda", 1))
     monkeypatch.setattr(dist, "init_process_group", lambda **given: calls.append(given))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
-    trial = toys.trial(parallel={"timeout_s": 100}).model_copy(update={"strategy": "ddp"})
+    trial = toys.trial(parallel={"timeout_s": 100}, strategy="ddp")
     with pytest.raises(Stopped), worker.process_group(trial, Rank(), store=None, end=None):
         raise Stopped
     given, end = calls

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 from blocks import blocks
+from job import PATIENCE_S, Job, Recording
 from nodes import Nodes
-from outer import PATIENCE_S, Ranks, losses, run_line, srun
+from outer import run_line, srun
 from projects import project
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed, Started, SystemMetrics
-from pipeline.record import journal, loss_file
+from pipeline.record import loss_file
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,7 +56,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     cwd = project(tmp_path_factory.mktemp("alone") / "project", tracked=False)
     subprocess.run(run_line(*TRAINING, *OFTEN, "model.ms=0"), cwd=cwd, check=True, capture_output=True, timeout=200)
     (folder,) = (cwd / "runs").iterdir()
-    return losses(journal.read(folder / journal.FILE_NAME))
+    return dict(Recording(folder).losses)
 
 
 @pytest.fixture
@@ -64,21 +65,21 @@ def cwd(nodes: Nodes, request: pytest.FixtureRequest) -> Path:
     return project(nodes.folder / request.node.name.replace("[", "-").strip("]"), tracked=False)
 
 
-def torchrun(nodes: Nodes, cwd: Path, *arguments: str, each: int = 1) -> Ranks:
+def torchrun(nodes: Nodes, cwd: Path, *arguments: str, each: int = 1) -> Job:
     """``torchrun --nnodes 2`` with ``each`` workers on each node."""
     lines = []
     for node in range(2):
         line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={each}"]
         line += [f"--node-rank={node}", f"--master-addr={nodes.host(0)}", f"--master-port={PORT}", "-m"]
         lines.append(nodes.inside(node, [*line, *run_line(f"parallel.workers={2 * each}", *arguments)[2:]]))
-    return Ranks(lines, [nodes.environment] * 2, cwd=cwd)
+    return Job(cwd).start(*lines, environments=[nodes.environment] * 2)
 
 
-def tasks(nodes: Nodes, cwd: Path, *arguments: str) -> Ranks:
+def tasks(nodes: Nodes, cwd: Path, *arguments: str) -> Job:
     """Start the tasks of ``srun --ntasks-per-node=1`` on two nodes."""
     variables = [srun(node, 2, host="node0", per_node="1(x2)", node=node, local_rank=0) for node in range(2)]
     lines = [nodes.inside(node, run_line(*TRAINING, *OFTEN, *DDP, "parallel.workers=2", *arguments)) for node in (0, 1)]
-    return Ranks(lines, [{**nodes.environment, **each} for each in variables], cwd=cwd)
+    return Job(cwd).start(*lines, environments=[{**nodes.environment, **each} for each in variables])
 
 
 def test_torchrun_on_two_nodes_trains_what_one_process_does(nodes: Nodes, cwd: Path, alone: dict[int, float]) -> None:
@@ -86,12 +87,12 @@ def test_torchrun_on_two_nodes_trains_what_one_process_does(nodes: Nodes, cwd: P
         first, second = ranks.ended()
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert len(alone) == STEPS
-    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
-    (started,) = [event for event in ranks.events if isinstance(event, Started)]
+    assert dict(ranks.losses) == pytest.approx(alone, rel=0, abs=EXACT)
+    (started,) = ranks.all_of(Started)
     assert [device.split()[0] for device in started.devices] == ["node0", "node1"]
     assert first.stderr.count("starting 2 workers") == 1
     assert second.stdout == ""
-    assert {event.node for event in ranks.events if isinstance(event, SystemMetrics)} == {"node0", "node1"}
+    assert {event.node for event in ranks.all_of(SystemMetrics)} == {"node0", "node1"}
 
 
 def test_the_commands_of_the_tutorial_train_on_two_nodes_what_one_process_does(nodes: Nodes, tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_the_commands_of_the_tutorial_train_on_two_nodes_what_one_process_does(n
     shortened = ["--train-only", "train.epochs=1"]
     started = [[sys.executable, "-m", "torch.distributed.run", *words, *shortened] for words in told]
     lines = [nodes.inside(node, line) for node, line in enumerate(started)]
-    with Ranks(lines, [nodes.environment] * 2, cwd=cwd) as ranks:
+    with Job(cwd).start(*lines, environments=[nodes.environment] * 2) as ranks:
         first, second = ranks.ended()
     assert (first.code, second.code, second.stdout) == (0, 0, ""), first.output + second.output
     one = ["parallel.workers=1", "parallel.strategy=single", "parallel.launcher=inprocess"]
@@ -118,13 +119,13 @@ def test_sigterm_to_one_rank_leaves_a_checkpoint_and_one_node_resumes(
     told: int, nodes: Nodes, cwd: Path, alone: dict[int, float]
 ) -> None:
     with tasks(nodes, cwd) as ranks:
-        ranks.await_step(20)
+        ranks.wait_for_step(20)
         _signal_rank(nodes, told, signal.SIGTERM)
         ends = ranks.ended()
     assert [end.code for end in ends] == [143, 143], ends
-    saved = max(event.step for event in ranks.events if isinstance(event, CheckpointSaved))
-    assert saved == max(losses(ranks.events)) < STEPS
-    assert [event.status for event in ranks.events if isinstance(event, RunClosed)] == ["KILLED"]
+    saved = max(event.step for event in ranks.all_of(CheckpointSaved))
+    assert saved == ranks.losses[-1][0] < STEPS
+    assert [event.status for event in ranks.all_of(RunClosed)] == ["KILLED"]
     done = subprocess.run(
         run_line(*TRAINING, *OFTEN, "--resume"),
         cwd=cwd,
@@ -134,13 +135,13 @@ def test_sigterm_to_one_rank_leaves_a_checkpoint_and_one_node_resumes(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert [event.step for event in ranks.events if isinstance(event, Resumed)] == [saved]
-    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+    assert [event.step for event in ranks.all_of(Resumed)] == [saved]
+    assert dict(ranks.losses) == pytest.approx(alone, rel=0, abs=EXACT)
 
 
 def test_killed_node_is_named_and_two_others_resume(nodes: Nodes, cwd: Path, alone: dict[int, float]) -> None:
     with tasks(nodes, cwd) as ranks:
-        ranks.await_step(20)
+        ranks.wait_for_step(20)
         nodes.kill(1)
         ended, _ = ranks.ended()
     assert ended.code == 1, ended.output
@@ -149,12 +150,12 @@ def test_killed_node_is_named_and_two_others_resume(nodes: Nodes, cwd: Path, alo
     with tasks(nodes, cwd, "--resume") as ranks:
         ends = ranks.ended()
     assert [end.code for end in ends] == [0, 0], ends
-    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+    assert dict(ranks.losses) == pytest.approx(alone, rel=0, abs=EXACT)
 
 
 def test_node_that_is_cut_off_is_named(nodes: Nodes, cwd: Path) -> None:
     with tasks(nodes, cwd, "parallel.timeout_s=10") as ranks:
-        ranks.await_step(20)
+        ranks.wait_for_step(20)
         nodes.cut(1)
         try:
             ended = ranks.processes[0].communicate(timeout=PATIENCE_S)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
-from census import compared, injected
+from attempts import DDP, STEPS, Attempt, Undisturbed, check
+from job import PATIENCE_S
 
 from pipeline.protocol.events import CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
 
@@ -26,11 +26,10 @@ def test_killed_workers_are_replaced(
 ) -> None:
     moments = sorted(draw.sample(range(5, STEPS - 30), 2))
     attempt = attempt_in(*DDP, "parallel.max_failures=3", f"checkpoint.every_steps={draw.randint(1, 9)}")
-    process = attempt.start()
+    process = attempt.begin()
     for number, moment in enumerate(moments):
-        attempt.wait_for_step(moment, process)
-        draw.choice(workers_of(process)).kill()
-        injected("kills")
+        attempt.wait_for_step(moment)
+        draw.choice(attempt.workers).kill()
         while len(attempt.all_of(Resumed)) <= number and process.poll() is None:
             time.sleep(0.05)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
@@ -46,10 +45,10 @@ def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
     attempt = attempt_in(*DDP, f"checkpoint.every_steps={draw.randint(1, 9)}")
-    process = attempt.start()
-    attempt.wait_for_step(draw.randrange(5, STEPS - 20), process)
-    workers = workers_of(process)
-    kill(process)
+    attempt.begin()
+    attempt.wait_for_step(draw.randrange(5, STEPS - 20))
+    workers = attempt.workers
+    attempt.kill()
     assert len(workers) == 2
     assert psutil.wait_procs(workers, timeout=20)[1] == []
 
@@ -65,10 +64,9 @@ def test_sigterm_writes_a_checkpoint_of_the_last_step(
 ) -> None:
     """As Slurm, Kubernetes and spot machines end a job: to all of its processes."""
     attempt = attempt_in(*DDP)
-    process = attempt.start()
-    attempt.wait_for_step(draw.randrange(5, STEPS - 40), process)
+    process = attempt.begin()
+    attempt.wait_for_step(draw.randrange(5, STEPS - 40))
     os.killpg(process.pid, signal.SIGTERM)
-    injected("terminations")
     stdout, stderr = process.communicate(timeout=60)
 
     assert process.returncode == 143, stdout + stderr
@@ -85,16 +83,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
     attempt = attempt_in(*DDP, "checkpoint.every_steps=2", "checkpoint.keep=3")
-    process = attempt.start()
-    attempt.wait_for_step(draw.randrange(20, STEPS - 20), process)
-    kill(process)
+    attempt.begin()
+    attempt.wait_for_step(draw.randrange(20, STEPS - 20))
+    attempt.kill()
     folders = sorted((attempt.folder / "checkpoints").glob("step-*"))
     whole = [folder for folder in folders if (folder / "manifest.json").exists()]
     victim = draw.choice(sorted(path for path in whole[-1].iterdir() if path.stat().st_size))
     content = bytearray(victim.read_bytes())
     content[draw.randrange(len(content))] ^= 0xFF
     victim.write_bytes(content)
-    injected("corruptions")
 
     ended = attempt.run("--resume")
     assert ended.code == 0, ended.output
@@ -110,28 +107,26 @@ def test_one_worker_goes_on_where_two_were(attempt_in: Callable[..., Attempt], d
     alone = attempt_in(*exact, folder="alone")
     assert alone.run().code == 0
     attempt = attempt_in(*exact, folder="two")
-    process = attempt.start(*DDP)
-    attempt.wait_for_step(draw.randrange(5, STEPS - 40), process)
-    kill(process)
+    attempt.begin(*DDP)
+    attempt.wait_for_step(draw.randrange(5, STEPS - 40))
+    attempt.kill()
 
     ended = attempt.run("--resume")
     assert ended.code == 0, ended.output
     assert "note: parallel.workers was 2, is now 1" in ended.stderr
     assert [step for step, _ in attempt.losses] == list(range(1, STEPS + 1))
-    compared([step for step, _ in attempt.losses], range(1, STEPS + 1))
     assert [loss for _, loss in attempt.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-12)
 
 
 def test_failures_beyond_the_limit_end_the_run(attempt_in: Callable[..., Attempt]) -> None:
     attempt = attempt_in(*DDP, "parallel.max_failures=1")
-    process = attempt.start()
+    process = attempt.begin()
     for failures in (1, 2):
-        attempt.wait_for_step(8 * failures, process)
+        attempt.wait_for_step(8 * failures)
         while len(attempt.all_of(Started)) < failures:
             time.sleep(0.05)
         time.sleep(0.5)
-        workers_of(process)[0].kill()
-        injected("kills")
+        attempt.workers[0].kill()
     stdout, stderr = process.communicate(timeout=60)
 
     assert process.returncode == 1, stdout + stderr
@@ -144,10 +139,9 @@ def test_ray_replaces_a_killed_worker(
     attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random, launcher: str
 ) -> None:
     attempt = attempt_in(*DDP[:2], f"parallel.launcher={launcher}", "parallel.max_failures=1")
-    process = attempt.start()
-    attempt.wait_for_step(draw.randrange(5, STEPS - 60), process)
+    process = attempt.begin()
+    attempt.wait_for_step(draw.randrange(5, STEPS - 60))
     draw.choice(list(_ray_workers(process))).kill()
-    injected("kills")
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
 
     assert process.returncode == 0, stdout + stderr
@@ -165,9 +159,9 @@ def _ray_workers(process: "subprocess.Popen[str]") -> Iterator[psutil.Process]:
 @pytest.fixture(scope="module")
 def killed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Attempt:
     attempt = Attempt(project, tmp_path_factory.mktemp("killed"))
-    process = attempt.start()
-    attempt.wait_for_step(8, process)
-    attempt.end()
+    attempt.begin()
+    attempt.wait_for_step(8)
+    attempt.kill()
     return attempt
 
 

@@ -5,7 +5,7 @@
 import random
 from collections.abc import Callable
 
-from attempts import DDP, STEPS, Attempt, Undisturbed, check, kill
+from attempts import DDP, STEPS, Attempt, Undisturbed, check
 from checkpointed import steps
 from s3 import BUCKET, S3, SECRET
 
@@ -18,9 +18,9 @@ def test_a_run_goes_on_from_there(
     s3: S3, attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
 ) -> None:
     attempt = attempt_in(*DDP, f"checkpoint.directory=s3://{BUCKET}/runs", "checkpoint.every_steps=20")
-    process = attempt.start()
-    attempt.wait_for_step(draw.randrange(30, STEPS - 20), process)
-    kill(process)
+    attempt.begin()
+    attempt.wait_for_step(draw.randrange(30, STEPS - 20))
+    attempt.kill()
     address = f"s3://{BUCKET}/runs/{attempt.folder.name}"
     assert steps(address)
     assert not (attempt.folder / "checkpoints").exists()

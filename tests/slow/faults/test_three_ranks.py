@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from attempts import ranks_of
-from census import compared, injected
+from job import Recording
 
 from pipeline import registry
 from pipeline.drive.execute import execute
@@ -20,7 +20,6 @@ from pipeline.launch.base import Session
 from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Metrics, Resumed
-from pipeline.record import journal
 from pipeline.record.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(600)
@@ -48,7 +47,6 @@ class Killer:
         if self._moments and isinstance(event, Metrics) and event.step >= self._moments[0]:
             self._moments.pop(0)
             self._draw.choice(self._workers()).kill()
-            injected("kills")
 
     @staticmethod
     def _workers() -> list[psutil.Process]:
@@ -59,12 +57,12 @@ class Killer:
 @pytest.fixture
 def train(
     project: Path, tmp_path: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[AnyEvent]]:
+) -> Callable[..., Recording]:
     """Train with workers killed after some steps; returns the journal. There may be more ranks than cores."""
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
 
-    def run(name: str, *moments: int, every: int = 1) -> list[AnyEvent]:
+    def run(name: str, *moments: int, every: int = 1) -> Recording:
         folder = tmp_path / name
         folder.mkdir()
         file = load("lab.yaml", [*OVERRIDES, f"checkpoint.every_steps={every}"])
@@ -77,22 +75,16 @@ def train(
             session = Session(folder=folder, receive=killer.receive, parallel=file.experiment.parallel)
             with registry.load("launchers", "torchrun").Launcher(session) as launcher:
                 execute(trial, launcher=launcher, recorder=recorder, file=file)
-        return list(journal.read(folder / journal.FILE_NAME))
+        return Recording(folder)
 
     return run
 
 
-def series(events: list[AnyEvent], name: str) -> list[tuple[int, float]]:
-    points = [point for event in events if isinstance(event, Metrics) for point in event.points]
-    return [(point.step, point.value) for point in points if point.name == name]
-
-
-def test_killed_ranks_leave_no_trace(train: Callable[..., list[AnyEvent]], draw: random.Random) -> None:
+def test_killed_ranks_leave_no_trace(train: Callable[..., Recording], draw: random.Random) -> None:
     whole = train("whole")
     killed = train("killed", *sorted(draw.sample(range(6, STEPS - 1), 2)), every=draw.randint(1, 3))
 
-    assert [step for step, _ in series(whole, "train/loss")] == list(range(1, STEPS + 1))
-    assert sum(isinstance(event, Resumed) for event in killed) == 2
+    assert [step for step, _ in whole.losses] == list(range(1, STEPS + 1))
+    assert len(killed.all_of(Resumed)) == 2
     for name in ("train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss"):
-        compared(series(killed, name), series(whole, name))
-        assert series(killed, name) == series(whole, name)
+        assert killed.series(name) == whole.series(name)

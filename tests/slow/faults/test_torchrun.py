@@ -11,7 +11,6 @@ from collections.abc import Callable
 import psutil
 import pytest
 from attempts import DDP, STEPS, Attempt, Undisturbed, check
-from census import injected
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed
 
@@ -22,13 +21,12 @@ def test_sigterm_writes_a_checkpoint(
 ) -> None:
     """Loader processes get it, too. All processes: as Slurm does, and then the agent once more."""
     attempt = attempt_in(*DDP, f"loader.num_workers={draw.choice([1, 2])}")
-    process = attempt.start_under_torchrun()
-    attempt.wait_for_step(draw.randrange(12, STEPS - 150), process)  # the others take longer than the heartbeat
+    process = attempt.begin(torchrun=True)
+    attempt.wait_for_step(draw.randrange(12, STEPS - 150))  # the others take longer than the heartbeat
     time.sleep(1.5)  # a heartbeat
     everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for each in everyone if to == "all processes" else everyone[:1]:
         os.kill(each.pid, signal.SIGTERM)
-    injected("terminations")
     begin = time.monotonic()
     stdout, stderr = process.communicate(timeout=90)
 
@@ -46,9 +44,8 @@ def test_sigterm_writes_a_checkpoint(
 
 def test_a_hanging_rank_says_where(attempt_in: Callable[..., Attempt]) -> None:
     attempt = attempt_in(*DDP, "data={_target_: lab.locked, rank: 1}", "parallel.timeout_s=5", "model.ms=1")
-    process = attempt.start_under_torchrun()
+    process = attempt.begin(torchrun=True)
     stdout, stderr = process.communicate(timeout=120)
-    injected("stops")
 
     assert process.returncode != 0, stdout + stderr
     assert f"rank 1 on {os.uname().nodename}: no progress for 5 s: reading data in step " in stderr

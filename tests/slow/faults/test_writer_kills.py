@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from census import injected
 from recordings import Recording, Store, copied, delivery, recording
 
 from pipeline.experiment.load import load
@@ -46,7 +45,6 @@ def test_thirty_kills_lose_and_double_nothing(
         writer = sending(folders[1])
         time.sleep(draw.uniform(0, whole_s))
         if writer.is_running() and writer.status() != psutil.STATUS_ZOMBIE:
-            injected("writer kills")
             writer.kill()
         if writer.wait(60) == 0:  # everything is sent once more
             (folders[1] / "sync.json").unlink()

@@ -69,13 +69,9 @@ class Faulty(nn.Linear):
         time.sleep(600)
 
 
-def trial(*, train_only: bool = True, **sections: Any) -> Trial:
+def trial(**wanted: Any) -> Trial:
     """A training in this process, on one GPU."""
-    made = toys.trial(**sections)
-    update = {"device": DEVICE, "devices_per_worker": int(not IS_REHEARSAL), "train_only": train_only}
-    return made.model_copy(
-        update={**update, "allowed": (*made.allowed, "gpu_trials", "test_gpu", "test_one_gpu", "test_ranks")}
-    )
+    return toys.trial(device=DEVICE, devices_per_worker=int(not IS_REHEARSAL), **wanted)
 
 
 def on_ranks(made: Trial, ranks: int, **more: Any) -> Trial:

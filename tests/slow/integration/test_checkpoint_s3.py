@@ -5,8 +5,8 @@
 import os
 import random
 
-from census import injected
-from checkpointed import Saving, run, steps
+import toys
+from checkpointed import run, steps
 from s3 import BUCKET, S3
 
 ADDRESS = f"s3://{BUCKET}/run"
@@ -16,10 +16,9 @@ def test_an_outage_is_told_once_and_training_goes_on(s3: S3, draw: random.Random
     down = draw.randint(3, 5)
     do = {down: s3.kill, down + 3: s3.start}
     outbox = run(
-        ADDRESS, outbox=Saving(lambda step: do.pop(step, lambda: None)()), train={"epochs": 4},
+        ADDRESS, outbox=toys.Kept(lambda step: do.pop(step, lambda: None)()), train={"epochs": 4},
         checkpoint={"every_steps": 1, "keep": 1, "best": "validation/loss"},
     )  # fmt: skip
-    injected("outages")
 
     assert len(outbox.series("train/loss")) == 12
     first, second = outbox.warnings

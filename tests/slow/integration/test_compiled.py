@@ -47,10 +47,10 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(seconds: list[float]) -> None:
-    eager, plain = toys.trained(**STATIC, optimizer=MOMENTUM, measures=True)
+    eager, plain = toys.trained(**STATIC, optimizer=MOMENTUM, train_only=False)
     seconds.clear()
     compiled = {"compile": {"fullgraph": True}}
-    result, outbox = toys.trained(**STATIC, optimizer=MOMENTUM, train=compiled, measures=True)
+    result, outbox = toys.trained(**STATIC, optimizer=MOMENTUM, train=compiled, train_only=False)
     assert outbox.series("train/loss") == pytest.approx(plain.series("train/loss"), abs=1e-12)
     assert len(set(plain.series("train/loss"))) == 6
     assert result.compile_s == pytest.approx(sum(seconds))

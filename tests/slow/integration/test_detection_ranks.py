@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import toys
-from ranks import on_ranks
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 from torchmetrics import Metric
 
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import Loss
-from pipeline.train.run import train
 
 PRECISION = "mean average precision"
 PACKAGES = ("torchvision", "pycocotools")
@@ -141,12 +140,9 @@ class Found(Metric):
 
 
 def _trained(rank: Rank, case: dict[str, Any]) -> dict[str, list[float]]:
-    trial = toys.trial(**case, train={"epochs": 2})
-    allowed = (*trial.allowed, "shapes", "test_detection_ranks")
     strategy = "ddp" if rank.world_size > 1 else "single"
-    update = {"allowed": allowed, "strategy": strategy, "workers": rank.world_size}
-    kept = toys.Kept()
-    train(trial.model_copy(update=update), rank=rank, outbox=kept)
+    how = {"allowed": (*toys.ALLOWED, "shapes"), "strategy": strategy, "workers": rank.world_size}
+    _, kept = toys.trained(rank=rank, **how, **case, train={"epochs": 2})
     names = {point.name for event in kept.events if event.kind == "metrics" for point in event.points}
     return {name: kept.series(name) for name in sorted(names) if name.startswith(("train/", "validation/"))}
 
@@ -161,17 +157,18 @@ def _as_one(rank: Rank, folder: str, expected: dict[str, dict[str, list[float]]]
                 assert found[series] == pytest.approx(values, abs=1e-11, rel=1e-12), (name, series)
 
 
-def _compared(cases: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[float]]]:
+def _compared(cases: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[float]]]:
     """Return the series of one process by case, which are those of two workers."""
     monkeypatch.syspath_prepend(str(FOLDER))
     expected = {name: _trained(Rank(), CASES[name]) for name in cases}
     sys.modules.pop("shapes")
-    on_ranks(_as_one, str(FOLDER), expected, folder=folder)
+    with Ranks(2, timeout_s=300) as ranks:
+        ranks.call(_as_one, str(FOLDER), expected)
     return expected
 
 
-def test_two_workers_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _compared([name for name in CASES if name != PRECISION], tmp_path, monkeypatch)
+def test_two_workers_train_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _compared([name for name in CASES if name != PRECISION], monkeypatch)
     detector = expected["means over images"]
     assert {"train/boxes", "train/objects", "validation/labels", "validation/found"} <= detector.keys()
     assert detector["train/loss"][0] == pytest.approx(
@@ -180,11 +177,9 @@ def test_two_workers_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "validation/iou" in expected["segmentation"]
 
 
-def test_the_mean_average_precision_of_two_workers_is_that_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_average_precision_of_two_workers_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in PACKAGES:
         pytest.importorskip(package)
-    found = _compared([PRECISION], tmp_path, monkeypatch)[PRECISION]
+    found = _compared([PRECISION], monkeypatch)[PRECISION]
     assert 0.01 < found["validation/map"][-1] < 1
     assert found["validation/map_per_class_0"] != found["validation/map_per_class_1"]

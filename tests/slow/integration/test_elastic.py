@@ -8,23 +8,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from command import line_of
+from job import PATIENCE_S, Job
 from stores import free_port
 
-from pipeline.errors import UsageError
-from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
-from pipeline.record import journal
+from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed, Started, Warned
 from pipeline.results import record
 
 pytestmark = pytest.mark.timeout(1200)
 
 RAY = Path(sys.executable).with_name("ray")
-PATIENCE_S = 400.0
 STEPS = 1200
 """Slow ones, until the test lets them run."""
 TRAINING = [
@@ -107,52 +106,19 @@ def cluster(project: Path) -> Iterator[Cluster]:
         cluster.end()
 
 
-class Run:
-    """``pipeline run`` as a process, and what its journal says so far."""
+class Run(Job):
+    """``pipeline run`` as a process, which is slow until a file is there."""
 
-    def __init__(self, folder: Path, process: "subprocess.Popen[str] | None" = None) -> None:
-        self._runs = folder / "runs"
+    def __init__(self, cwd: Path, folder: Path) -> None:
+        super().__init__(cwd, runs=folder / "runs")
         self.release = folder / "release"
-        self._process = process
-
-    @property
-    def folder(self) -> Path:
-        (folder,) = self._runs.iterdir()
-        return folder
-
-    @property
-    def events(self) -> list[AnyEvent]:
-        try:
-            return list(journal.read(self.folder / journal.FILE_NAME))
-        except (ValueError, OSError, UsageError):  # it isn't there yet
-            return []
-
-    def all_of(self, kind: Any) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def points(self, name: str) -> list[tuple[int, float]]:
-        return [
-            (point.step, point.value) for event in self.all_of(Metrics) for point in event.points if point.name == name
-        ]
-
-    @property
-    def process(self) -> "subprocess.Popen[str]":
-        assert self._process is not None
-        return self._process
-
-    def wait_until(self, holds: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail("\n".join(map(str, self.process.communicate(timeout=30))))
-            time.sleep(0.2)
 
     def sizes(self) -> list[int]:
         return [len(event.devices) for event in self.all_of(Started)]
 
     def trains_with(self, workers: int) -> bool:
         """Whether the latest attempt has that many workers and has come to new steps."""
-        measured = self.points("throughput/workers")
+        measured = self.series("throughput/workers")
         return self.sizes()[-1:] == [workers] and bool(measured) and measured[-1][1] == workers
 
 
@@ -163,29 +129,30 @@ def line(folder: Path, *overrides: str) -> list[str]:
     return ["run", "lab.yaml", "--no-baseline", *TRAINING, *own, *overrides]
 
 
-def test_a_node_dies(cluster: Cluster, repository: Path, tmp_path: Path, start: Any, command: Any) -> None:
+def test_a_node_dies(cluster: Cluster, repository: Path, tmp_path: Path, command: Any) -> None:
     parallel = ["parallel.launcher=ray", "parallel.strategy=ddp", f"parallel.address={cluster.address}"]
     elastic, alone = tmp_path / "elastic", tmp_path / "alone"
-    line_of_run = line(elastic, *parallel, "parallel.workers=[1, 2]", "parallel.start_timeout_s=120")
-    run = Run(elastic, start(*line_of_run, cwd=repository, env=cluster.environment))
-    assert command(*line(alone, "model.ms=0")).code == 0
-    expected = [value for _, value in Run(alone).points("train/loss")]
-    run.wait_until(lambda: run.trains_with(2) and run.all_of(CheckpointSaved))
-    cluster.kill(1)
-    run.wait_until(lambda: run.trains_with(1))
-    run.release.touch()
-    stdout, stderr = run.process.communicate(timeout=PATIENCE_S)
+    arguments = line(elastic, *parallel, "parallel.workers=[1, 2]", "parallel.start_timeout_s=120")
+    with Run(repository, elastic) as run:
+        run.start(line_of(*arguments), environments=[cluster.environment])
+        assert command(*line(alone, "model.ms=0")).code == 0
+        expected = [value for _, value in Run(repository, alone).losses]
+        run.wait_for(lambda: run.trains_with(2) and run.all_of(CheckpointSaved), what="a checkpoint of two workers")
+        cluster.kill(1)
+        run.wait_for(lambda: run.trains_with(1), what="steps of one worker")
+        run.release.touch()
+        (ended,) = run.ended()
 
-    assert run.process.returncode == 0, stdout + stderr
+    assert ended.code == 0, ended.output
     assert run.sizes() == [2, 1]
-    losses = run.points("train/loss")
+    losses = run.losses
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     assert [value for _, value in losses] == pytest.approx(expected, rel=0, abs=1e-12)
     told = [event.message for event in run.all_of(Warned)]
     (shrunk,) = (event.step for event in run.all_of(Resumed))
     assert f"Resuming with 1 of 2 workers from step {shrunk}." in told
     assert isinstance(run.events[-1], RunClosed)
-    assert "MLflow refuses" not in stdout + stderr
+    assert "MLflow refuses" not in ended.output
     result = record.read(run.folder)
     assert result is not None
     assert result.headline[-2].startswith("1 worker (ddp): ")

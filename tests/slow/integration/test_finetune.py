@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from outside import code
+from blocks import code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.data import example_sentences

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from rank_trainings import lab_trial, saved_in, train_rank
-from ranks import on_ranks
+import toys
+from checkpointed import until
+from ranks import Ranks
 
+from pipeline.experiment.load import load
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
 
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"
@@ -53,16 +53,18 @@ def test_more_workers_than_rows_to_share(project: Path, tmp_path: Path, monkeypa
     """Three classes on four ranks: the last one has nothing of some parameters. Then three ranks go on."""
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
-    train_rank(saved_in(tmp_path, lab_trial(OVERRIDES, strategy="single", name="alone")), Rank())
-    expected = torch.load(f"{tmp_path}/alone.0.weights.pt")
+    expected = _trained(Rank(), tmp_path / "alone", "single")
     for world_size, name, stopped in ((4, "four", ""), (3, "four to three", "four")):
-        trial = saved_in(tmp_path, lab_trial(OVERRIDES, strategy="fsdp", name=name), stopped=stopped, steps=STOPPED)
-        (meeting := tmp_path / f"{name} meet").mkdir()
-        on_ranks(_train_on, trial, folder=meeting, world_size=world_size)
-        found = torch.load(f"{tmp_path}/{name}.0.weights.pt")
+        if stopped:
+            until(STOPPED, folder=tmp_path / stopped, to=tmp_path / name)
+        with Ranks(world_size, timeout_s=300) as ranks:
+            found = ranks.call(_trained, tmp_path / name, "fsdp", bool(stopped))[0]
         assert found.keys() == expected.keys()
         assert max(float((found[key] - expected[key]).abs().max()) for key in expected) <= ROUNDED
 
 
-def _train_on(where: Rank, trial: Trial) -> None:
-    train_rank(trial, where)
+def _trained(rank: Rank, folder: Path, strategy: str, resume: bool = False) -> dict[str, Any]:
+    """Train on a rank with checkpoints in a folder; return the weights, of rank 0."""
+    how = {"strategy": strategy, "workers": rank.world_size, "checkpoints": str(folder), "resume": resume}
+    _, kept = toys.trained(rank=rank, experiment=load("lab.yaml", OVERRIDES).experiment, **how)
+    return dict(kept.files.get("model/weights.pt", {}))

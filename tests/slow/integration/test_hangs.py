@@ -6,15 +6,16 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-from stopped import Start, check_that_a_stopped_rank_is_named, endless
-
-
-def test_a_stopped_rank_is_named_and_ended_under_ray(project: Path, tmp_path: Path, start: Start) -> None:
-    check_that_a_stopped_rank_is_named(start, project, tmp_path, launcher="ray")
+from stopped import check_that_a_stopped_rank_is_named, endless
 
 
-def test_a_deadlock_in_a_dataset_is_shown(project: Path, tmp_path: Path, start: Start) -> None:
+def test_a_stopped_rank_is_named_and_ended_under_ray(project: Path, tmp_path: Path) -> None:
+    check_that_a_stopped_rank_is_named(project, tmp_path, launcher="ray")
+
+
+def test_a_deadlock_in_a_dataset_is_shown(project: Path, tmp_path: Path, start: Any) -> None:
     process = start(*endless(tmp_path), "data={_target_: lab.locked, rank: 1}", cwd=project)
     _, stderr = process.communicate(timeout=120)
 
@@ -27,7 +28,7 @@ def test_a_deadlock_in_a_dataset_is_shown(project: Path, tmp_path: Path, start: 
     assert "parallel.timeout_s" in error
 
 
-def test_a_killed_rank_is_named_under_ray(project: Path, tmp_path: Path, start: Start) -> None:
+def test_a_killed_rank_is_named_under_ray(project: Path, tmp_path: Path, start: Any) -> None:
     """As in `test_launchers.py` of the other launchers, but Ray doesn't know how its processes end."""
     killed = ["parallel.workers=2", "parallel.strategy=ddp", "model.fault=killed", "model.rank=1"]
     store = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]

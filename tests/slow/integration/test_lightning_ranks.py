@@ -2,7 +2,6 @@
 
 # promise: a LightningModule: its logs, what is refused by name; as with Lightning's Trainer, 1 to 4 workers, resumed
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import lightning
 import lit
 import toys
 from lit import trained, trial
-from ranks import on_ranks
+from ranks import Ranks
 from torch.utils.data import DataLoader, Subset
 
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
 from pipeline.train.manifest import folder_name
-from pipeline.train.run import train
 
 NAMES = ("train/loss", "train/train_loss", "train/scale", "validation/loss", "validation/val_loss", "validation/val_f1")
 STEPS = 6
@@ -81,25 +79,20 @@ def _double(data: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_any_number_of_workers_has_the_same_losses_and_metrics(tmp_path: Path, strategy: str) -> None:
+def test_any_number_of_workers_has_the_same_losses_and_metrics(strategy: str) -> None:
     alone = trained()
     assert len(alone.series("validation/val_f1")) == 2
     for workers in (2, 4):
-        folder = tmp_path / str(workers)
-        folder.mkdir()
-        on_ranks(_on_a_rank, folder, strategy, folder=folder, world_size=workers)
-        together = json.loads((folder / "losses.json").read_text())
+        with Ranks(workers, timeout_s=300) as ranks:
+            together = ranks.call(_on_a_rank, strategy)[0]
         for name in NAMES[: None if strategy == "ddp" else -1]:
             tolerance = 1e-6 if name.endswith("f1") else 1e-12  # torchmetrics computes F1 in fp32
             assert together[name] == pytest.approx(alone.series(name), abs=tolerance), name
 
 
-def _on_a_rank(rank: Rank, folder: Path, strategy: str) -> None:
-    outbox = toys.Kept()
-    run = trial(workers=rank.world_size, arguments={"measures": strategy == "ddp"})
-    train(run.model_copy(update={"strategy": strategy}), rank=rank, outbox=outbox)
-    if rank.is_first:
-        (folder / "losses.json").write_text(json.dumps({name: outbox.series(name) for name in NAMES}))
+def _on_a_rank(rank: Rank, strategy: str) -> dict[str, list[float]]:
+    outbox = trained(rank=rank, workers=rank.world_size, strategy=strategy, arguments={"measures": strategy == "ddp"})
+    return {name: outbox.series(name) for name in NAMES}
 
 
 def test_resumed_after_any_step_it_has_the_same_losses_to_the_bit(tmp_path: Path) -> None:

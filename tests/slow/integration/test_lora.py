@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import toys
-from outside import code
-from ranks import on_ranks
+from blocks import code
+from ranks import Ranks
 
 from pipeline import Trained
 from pipeline.data import example_sentences
 from pipeline.experiment import components
 from pipeline.models import pretrained
 from pipeline.protocol.rank import Rank
-from pipeline.train.run import train
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -64,13 +63,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def result(rank: Rank, encoder: str, folder: Path, *, resume: bool = False) -> tuple[dict[str, float], toys.Kept]:
-    trial = toys.trial(**lora(encoder))
-    own = {
-        "strategy": "ddp" if rank.world_size > 1 else "single", "workers": rank.world_size, "train_only": True,
-        "checkpoints": str(folder), "resume": resume, "allowed": (*trial.allowed, "peft"),
+    how = {
+        "strategy": "ddp" if rank.world_size > 1 else "single", "workers": rank.world_size,
+        "checkpoints": str(folder), "resume": resume, "allowed": (*toys.ALLOWED, "peft"),
     }  # fmt: skip
-    kept = toys.Kept()
-    done = train(trial.model_copy(update=own), rank=rank, outbox=kept)
+    done, kept = toys.trained(rank=rank, **how, **lora(encoder))
     return dict(done.metrics), kept
 
 
@@ -106,7 +103,8 @@ def test_two_workers_train_the_adapter_as_one_does_and_resume(encoder: str, tmp_
     assert started.parameters == sum(model.get_parameter(name).numel() for name in learning)
     torch.save(trained, tmp_path / "weights.pt")
     shutil.copytree(tmp_path / "one" / "step-00000003", tmp_path / "resumed" / "step-00000003")
-    on_ranks(_as_one, encoder, tmp_path, metrics, tmp_path / "weights.pt", folder=tmp_path)
+    with Ranks(2, timeout_s=300) as ranks:
+        ranks.call(_as_one, encoder, tmp_path, metrics, tmp_path / "weights.pt")
 
 
 def test_its_result_is_saved_as_an_adapter(

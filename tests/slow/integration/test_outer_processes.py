@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+from job import Job, Recording
 from launched import EACH_STEP, EXACT, Curves, assert_same, curves
-from outer import Ranks, losses, run_line, srun
+from outer import run_line, srun
 
 from pipeline.protocol.events import (
     CheckpointSaved,
@@ -27,7 +28,6 @@ from pipeline.protocol.events import (
     SystemMetrics,
     Warned,
 )
-from pipeline.record import journal
 
 MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 
@@ -61,7 +61,7 @@ def test_a_run_inside_torchrun_is_the_same(
 
     assert done.returncode == 0, done.stderr
     (run,) = (folder / "runs").iterdir()
-    assert_same(curves(journal.read(run / journal.FILE_NAME)), expected, tolerance=EXACT)
+    assert_same(curves(Recording(run).events), expected, tolerance=EXACT)
 
 
 def test_a_run_inside_torchrun_speaks_once(
@@ -106,13 +106,19 @@ def alone(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     cwd = _copied(project, tmp_path_factory.mktemp("alone"))
     subprocess.run(run_line(*TRAINING, *OFTEN, "model.ms=0"), cwd=cwd, check=True, capture_output=True, timeout=200)
     (folder,) = (cwd / "runs").iterdir()
-    return losses(journal.read(folder / journal.FILE_NAME))
+    return dict(Recording(folder).losses)
 
 
-def job(cwd: Path, *arguments: str) -> Ranks:
+def start(cwd: Path, lines: list[list[str]], variables: list[dict[str, str]]) -> Job:
+    """Start a rank for each line, with variables of a launcher instead of Slurm's, which this process may have."""
+    here = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return Job(cwd).start(*lines, environments=[here | own for own in variables])
+
+
+def job(cwd: Path, *arguments: str) -> Job:
     """Start both tasks of ``srun --ntasks=2 pipeline run lab.yaml`` on one node; each job has a number of its own."""
     tasks = [srun(rank, 2, job=os.getpid() * 100 + len(list(cwd.parent.iterdir()))) for rank in range(2)]
-    return Ranks([run_line(*TRAINING, *OFTEN, *DDP, *arguments)] * 2, tasks, cwd=cwd)
+    return start(cwd, [run_line(*TRAINING, *OFTEN, *DDP, *arguments)] * 2, tasks)
 
 
 def test_tasks_of_srun_train_what_one_process_does(cwd: Path, alone: dict[int, float]) -> None:
@@ -120,10 +126,10 @@ def test_tasks_of_srun_train_what_one_process_does(cwd: Path, alone: dict[int, f
         first, second = ranks.ended()
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert len(alone) == STEPS
-    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+    assert dict(ranks.losses) == pytest.approx(alone, rel=0, abs=EXACT)
     assert first.stderr.count("starting 2 workers") == 1
     assert second.stdout == ""
-    assert any(isinstance(event, SystemMetrics) for event in ranks.events)
+    assert ranks.all_of(SystemMetrics)
 
 
 @pytest.mark.parametrize(
@@ -133,39 +139,39 @@ def test_sigterm_to_a_task_leaves_a_checkpoint_of_a_common_step(
     told: list[int], cwd: Path, alone: dict[int, float]
 ) -> None:
     with job(cwd) as ranks:
-        ranks.await_step(30)
+        ranks.wait_for_step(30)
         tasks = [psutil.Process(ranks.processes[rank].pid) for rank in told]
         workers = [each for task in tasks for each in task.children(recursive=True)] if len(told) > 1 else []
         for process in (*tasks, *workers):
             process.send_signal(signal.SIGTERM)
         ends = ranks.ended()
     assert [end.code for end in ends] == [143, 143], ends
-    saved = max(event.step for event in ranks.events if isinstance(event, CheckpointSaved))
-    assert saved == max(losses(ranks.events)) < STEPS
-    assert [event.status for event in ranks.events if isinstance(event, RunClosed)] == ["KILLED"]
+    saved = max(event.step for event in ranks.all_of(CheckpointSaved))
+    assert saved == ranks.losses[-1][0] < STEPS
+    assert [event.status for event in ranks.all_of(RunClosed)] == ["KILLED"]
     resumed = subprocess.run(
         run_line(*TRAINING, *OFTEN, "--resume"), cwd=cwd, capture_output=True, text=True, timeout=200, check=False
     )
     assert resumed.returncode == 0, resumed.stderr
-    assert [event.step for event in ranks.events if isinstance(event, Resumed)] == [saved]
-    assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
+    assert [event.step for event in ranks.all_of(Resumed)] == [saved]
+    assert dict(ranks.losses) == pytest.approx(alone, rel=0, abs=EXACT)
 
 
 def test_killed_task_is_named_and_the_other_one_ends(cwd: Path) -> None:
     with job(cwd, "parallel.max_failures=3") as ranks:
-        ranks.await_step(20)
+        ranks.wait_for_step(20)
         ranks.processes[1].kill()
         ended, _ = ranks.ended()
     assert ended.code == 1, ended.output
     assert "rank 1 exited without reporting an error: its process was killed or crashed" in ended.stderr
     assert "continue it with --resume " in ended.stderr
     assert "Traceback" not in ended.output
-    assert not any("resuming" in event.message for event in ranks.events if isinstance(event, Warned))
+    assert not any("resuming" in event.message for event in ranks.all_of(Warned))
 
 
 def test_killed_driver_ends_the_other_task(cwd: Path) -> None:
     with job(cwd) as ranks:
-        ranks.await_step(20)
+        ranks.wait_for_step(20)
         ranks.processes[0].kill()
         _, ended = ranks.ended()
     assert ended.code == 1, ended.output
@@ -179,12 +185,12 @@ def test_error_of_another_task_is_that_of_the_run(cwd: Path) -> None:
     assert (first.code, second.code) == (1, 1), first.output + second.output
     assert f"rank 1 on {os.uname().nodename}: ZeroDivisionError: the model's own mistake" in first.stderr
     assert second.stderr.count("Traceback") == 1  # the whole: its terminal is its log
-    assert next(event.origin for event in ranks.events if isinstance(event, Failed)) == "rank"
+    assert next(event.origin for event in ranks.all_of(Failed)) == "rank"
 
 
 def test_driver_waits_for_missing_tasks_only_so_long(cwd: Path) -> None:
     line = run_line(*TRAINING, *OFTEN, *DDP, "parallel.start_timeout_s=3")
-    with Ranks([line], [srun(0, 2)], cwd=cwd) as ranks:
+    with start(cwd, [line], [srun(0, 2)]) as ranks:
         (ended,) = ranks.ended()
     assert ended.code == 3, ended.output
     assert "srun started 2 processes. 1 of them did not reach rank 0" in ended.stderr
@@ -213,7 +219,7 @@ def test_plan_is_that_of_all_tasks_and_printed_once(cwd: Path) -> None:
 
 
 def test_a_single_task_starts_its_workers_itself(cwd: Path) -> None:
-    with Ranks([run_line("--no-baseline", *DDP)], [srun(0, 1)], cwd=cwd) as ranks:
+    with start(cwd, [run_line("--no-baseline", *DDP)], [srun(0, 1)]) as ranks:
         (ended,) = ranks.ended()
     assert ended.code == 0, ended.output
     assert "ddp, 2 workers" in ended.stdout

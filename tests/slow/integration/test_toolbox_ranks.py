@@ -5,18 +5,20 @@
 
 # promise: torch.compile, EMA
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_trainings import events_of, lab_trial, saved_in, train_rank
-from ranks import on_ranks
+import toys
+from checkpointed import until
+from ranks import Ranks
 
-from pipeline.protocol.events import Finished, Metrics, Resumed
+from pipeline.experiment.load import load
+from pipeline.protocol.events import Resumed
 from pipeline.protocol.rank import Rank
-from pipeline.train.ranks import broadcast_from_first
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.train.ranks import barrier
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,62 +47,62 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+Trainings = dict[str, tuple[TrialResult, toys.Kept]]
+
+
 @pytest.fixture(scope="module")
-def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
+def trainings(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Results of rank 0, and what it has sent."""
+    with pytest.MonkeyPatch.context() as patch, Ranks(2, timeout_s=300) as ranks:
         patch.chdir(project)
         patch.syspath_prepend(project)
-        folder = tmp_path_factory.mktemp("toolbox")
-        on_ranks(_in_two_processes, folder, folder=folder)
-        yield folder
+        return dict(ranks.call(_in_two_processes, tmp_path_factory.mktemp("toolbox"))[0])
 
 
-def _in_two_processes(where: Rank, folder: Path) -> None:
+def _in_two_processes(rank: Rank, folder: Path) -> Trainings:
     shared = ["checkpoint.every_steps=1", "checkpoint.keep=100", "train.precision=fp64"]
+    found = {}
     for name, how in TRAININGS.items():
-        options = {"strategy": "ddp", **how}
+        options = {"strategy": "ddp", "workers": 2, **how}
         overrides, stopped = [*shared, *options.pop("overrides")], options.pop("stopped", "")
-        trial = lab_trial(overrides, name=name, **options).model_copy(update={"workers": 2})
-        placed = broadcast_from_first(lambda: saved_in(folder, trial, stopped=stopped, steps=STOPPED), rank=where)  # noqa: B023
-        train_rank(placed, where)
+        if stopped and rank.is_first:
+            until(STOPPED, folder=folder / stopped, to=folder / name)
+        barrier(rank)
+        options |= {"experiment": load("lab.yaml", overrides).experiment, "checkpoints": str(folder / name)}
+        found[name] = toys.trained(rank=rank, resume=bool(stopped), **options)
+    return found
 
 
-def series(root: Path, name: str, metric: str) -> dict[int, float]:
-    points = [point for event in events_of(root, name, Metrics) for point in event.points if point.name == metric]
-    return {point.step: point.value for point in points}
+def series(kept: toys.Kept, metric: str) -> dict[int, float]:
+    return {point.step: point.value for point in kept.points(metric)}
 
 
-def weights(root: Path, name: str) -> dict[str, torch.Tensor]:
-    loaded: dict[str, torch.Tensor] = torch.load(root / f"{name}.0.weights.pt", weights_only=True)
-    return loaded
+def test_sharded_averages_go_on_to_the_bit(trainings: Trainings) -> None:
+    (_, whole), (_, again) = trainings["ema, fsdp"], trainings["ema, fsdp again"]
+    assert [event.step for event in again.events if isinstance(event, Resumed)] == [STOPPED]
+    assert series(again, "validation/loss")[STEPS] == series(whole, "validation/loss")[STEPS]
+    torch.testing.assert_close(again.weights, whole.weights, rtol=0, atol=0)
 
 
-def test_sharded_averages_go_on_to_the_bit(root: Path) -> None:
-    whole, again = "ema, fsdp", "ema, fsdp again"
-    assert [event.step for event in events_of(root, again, Resumed)] == [STOPPED]
-    assert series(root, again, "validation/loss")[STEPS] == series(root, whole, "validation/loss")[STEPS]
-    torch.testing.assert_close(weights(root, again), weights(root, whole), rtol=0, atol=0)
-
-
-def test_each_rank_of_fsdp_holds_its_part_of_the_averages(root: Path) -> None:
+def test_each_rank_of_fsdp_holds_its_part_of_the_averages(trainings: Trainings) -> None:
     """As much as of the parameters: AdamW's state is twice that, gradients as much."""
-    (ddp,), (fsdp,) = (events_of(root, name, Finished) for name in ("ema, ddp", "ema, fsdp"))
-    assert ddp.result.held is not None
-    assert fsdp.result.held is not None
-    assert sum(fsdp.result.held.mb) == pytest.approx(ddp.result.held.mb[0], rel=0.1)
-    torch.testing.assert_close(weights(root, "ema, fsdp"), weights(root, "ema, ddp"), rtol=1e-12, atol=1e-12)
+    (ddp, whole), (fsdp, sharded) = trainings["ema, ddp"], trainings["ema, fsdp"]
+    assert ddp.held is not None
+    assert fsdp.held is not None
+    assert sum(fsdp.held.mb) == pytest.approx(ddp.held.mb[0], rel=0.1)
+    torch.testing.assert_close(sharded.weights, whole.weights, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_recomputed_training_is_the_same_to_the_bit(root: Path, strategy: str) -> None:
-    one, other = (f"{name}, {strategy}" for name in ("dropout", "recomputed"))
-    assert series(root, one, "train/loss") == series(root, other, "train/loss")
-    torch.testing.assert_close(weights(root, one), weights(root, other), rtol=0, atol=0)
+def test_recomputed_training_is_the_same_to_the_bit(trainings: Trainings, strategy: str) -> None:
+    one, other = (trainings[f"{name}, {strategy}"][1] for name in ("dropout", "recomputed"))
+    assert series(one, "train/loss") == series(other, "train/loss")
+    torch.testing.assert_close(one.weights, other.weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if name.startswith("compiled")])
-def test_losses_of_compiled_trainings_are_those_without(root: Path, name: str) -> None:
+def test_losses_of_compiled_trainings_are_those_without(trainings: Trainings, name: str) -> None:
+    result, kept = trainings[name]
     for metric in ("train/loss", "validation/loss"):
-        assert series(root, name, metric) == pytest.approx(series(root, "plain", metric), abs=1e-12)
-    (end,) = events_of(root, name, Finished)
-    assert end.result.compile_s > 0
+        assert series(kept, metric) == pytest.approx(series(trainings["plain"][1], metric), abs=1e-12)
+    assert result.compile_s > 0

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from census import injected
-from checkpointed import Saving, run, steps
+import toys
+from checkpointed import run, steps
 from recordings import copied, written_here
 
 from pipeline.train.checkpoint import Writer
@@ -57,10 +57,9 @@ def test_a_run_whose_weights_are_lost_fails_and_can_be_continued(
 def test_a_full_disk_is_told_and_training_goes_on(small: Path) -> None:
     filler = small / "filler"
     filler.write_bytes(b"x" * (2**20 - 2**14))
-    injected("fills")
 
     outbox = run(
-        small / "checkpoints", outbox=Saving(lambda step: filler.unlink(missing_ok=True) if step == 9 else None),
+        small / "checkpoints", outbox=toys.Kept(lambda step: filler.unlink(missing_ok=True) if step == 9 else None),
         model={"_target_": "toys.wide_net"}, optimizer={"_target_": "torch.optim.SGD", "lr": 1e-4},
         train={"epochs": 5}, checkpoint={"keep": 1},
     )  # fmt: skip

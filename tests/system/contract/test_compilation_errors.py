@@ -57,7 +57,6 @@ class TestErrors:
         outbox = toys.Kept()
         model = {"_target_": "test_compilation_errors.Breaking", "in_features": 3, "out_features": 1}
         trial = toys.trial(**STATIC, model=model, train={"compile": {"fullgraph": True}})
-        trial = trial.model_copy(update={"allowed": (*trial.allowed, "test_compilation_errors")})
         with caplog.at_level(logging.CRITICAL), pytest.raises(main.WorkerFailed):
             main.run(trial, rank=Rank(), outbox=outbox)
         (failed,) = (event for event in outbox.events if isinstance(event, Failed))

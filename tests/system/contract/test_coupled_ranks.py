@@ -4,22 +4,18 @@
 
 import re
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toys
-from ranks import on_ranks
+from ranks import Ranks
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.tasks import gathered
-from pipeline.train.run import train
 
 HERE = "test_coupled_ranks"
 
@@ -72,16 +68,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def trial(**sections: Any) -> Trial:
-    given = toys.trial(**sections)
-    return given.model_copy(update={"strategy": "ddp", "allowed": (*given.allowed, HERE)})
-
-
 def _compare(rank: Rank) -> None:
     for name, (sections, expected) in CASES.items():
-        outbox = toys.Kept()
-        assert train(trial(**sections), rank=rank, outbox=outbox).coupling == expected, name
-        warned = [event.message for event in outbox.events if isinstance(event, Warned)]
+        result, outbox = toys.trained(rank=rank, strategy="ddp", **sections)
+        assert result.coupling == expected, name
+        warned = outbox.warnings
         assert len(warned) == (rank.is_first and name == "own mean"), warned
         assert all(message.startswith("model: each part of a batch updates buffer mean") for message in warned)
     unused = "parallel.options.find_unused_parameters: is false, but "
@@ -97,16 +88,17 @@ def _compare(rank: Rank) -> None:
         ),
     ):
         with pytest.raises(ExperimentError, match=re.escape(said)):
-            train(trial(model=model), rank=rank, outbox=toys.Kept())
+            toys.trained(rank=rank, strategy="ddp", model=model)
 
 
-def test_the_first_step_shows_what_two_ranks_do_differently(tmp_path: Path) -> None:
-    on_ranks(_compare, folder=tmp_path, timeout_s=15)
+def test_the_first_step_shows_what_two_ranks_do_differently() -> None:
+    with Ranks(2, timeout_s=15) as ranks:
+        ranks.call(_compare)
 
 
 def test_a_layer_without_a_size_is_refused() -> None:
     with pytest.raises(ExperimentError, match=r"model: the LazyLinear 'layers\.0' has no size before its first batch"):
-        train(trial(model={"_target_": f"{HERE}.sizeless"}), rank=Rank(), outbox=toys.Kept())
+        toys.trained(model={"_target_": f"{HERE}.sizeless"})
 
 
 def clamped() -> nn.Module:
@@ -125,8 +117,7 @@ def test_what_sees_a_part_of_the_batch_is_named() -> None:
         ),
     ):
         for accumulation in (1, 2):
-            outbox, sections = toys.Kept(), {"model": {"_target_": f"{HERE}.{model}"}}
-            given = trial(**sections, train={"epochs": 1, "gradient_accumulation": accumulation})
-            train(given.model_copy(update={"strategy": "single"}), rank=Rank(), outbox=outbox)
-            warned = [event.message for event in outbox.events if isinstance(event, Warned)]
+            train = {"epochs": 1, "gradient_accumulation": accumulation}
+            _, outbox = toys.trained(model={"_target_": f"{HERE}.{model}"}, train=train)
+            warned = outbox.warnings
             assert [message.startswith(said) for message in warned] == [True] * (accumulation - 1), warned

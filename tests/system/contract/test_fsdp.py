@@ -7,7 +7,7 @@ test_by_hand.py trains with its defaults.
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline.protocol.events import Resumed, Warned
+from pipeline.protocol.events import Resumed
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Held
-from pipeline.train.build import build
 from pipeline.train.evaluate import evaluate, full_state_dict
 from pipeline.train.kept import compute_gradients
 from pipeline.train.manifest import folder_name
 from pipeline.train.ranks import local
-from pipeline.train.run import train
 from pipeline.train.state import State
 
 ROUNDED = 1e-12
@@ -60,15 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 Weights = dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def steps(rank: Rank, sections: dict[str, Any], options: Mapping[str, Any] = {}, strategy: str = "fsdp") -> State:
-    trial = toys.trial(**LARGE | sections)
-    s = build(trial.model_copy(update={"strategy": strategy, "options": dict(options)}), rank=rank)
+    s = toys.built(rank=rank, strategy=strategy, options=options, **LARGE | sections)
     stream = s.batches.stream(0, last_step=s.order.steps_per_epoch)
     for step in range(s.order.steps_per_epoch):
         s.train_step(s, stream, step=step)
@@ -104,8 +95,7 @@ def test_the_work_differs(expected: dict[str, Weights]) -> None:
 
 def measure_in_between(rank: Rank) -> Weights:
     """A step; then what one rank does without the other, which must not wait or leave a trace; then the other steps."""
-    trial = toys.trial(**LARGE | WORK["one sample left"])
-    s = build(trial.model_copy(update={"strategy": "fsdp"}), rank=rank)
+    s = toys.built(rank=rank, strategy="fsdp", **LARGE | WORK["one sample left"])
     stream = s.batches.stream(0, last_step=s.order.steps_per_epoch)
     s.train_step(s, stream, step=0)
     if rank.is_first:
@@ -191,10 +181,8 @@ STEPS, STOPPED = 6, 4
 
 def run(rank: Rank, folder: Path, strategy: str, resume: bool = False) -> tuple[toys.Kept, Held]:
     sections = {**LARGE, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "fused": False}}
-    trial = toys.trial(**sections, checkpoint={"every_steps": 1, "keep": 100})
-    update = {"strategy": strategy, "checkpoints": str(folder), "resume": resume, "workers": rank.world_size}
-    outbox = toys.Kept()
-    result = train(trial.model_copy(update=update), rank=rank, outbox=outbox)
+    how = {"strategy": strategy, "checkpoints": str(folder), "resume": resume, "workers": rank.world_size}
+    result, outbox = toys.trained(rank=rank, **how, **sections, checkpoint={"every_steps": 1, "keep": 100})
     assert result.held is not None
     return outbox, result.held
 
@@ -222,7 +210,7 @@ def test_a_training_goes_on_under_another_strategy_and_no_rank_holds_the_whole(r
         shutil.copytree(tmp_path / source / folder_name(STOPPED), target / folder_name(STOPPED))
         (resumed, copied), _ = ranks.call(run, target, strategy, True)
         assert [event.step for event in resumed.events if isinstance(event, Resumed)] == [STOPPED]
-        assert not [event.message for event in resumed.events if isinstance(event, Warned)]
+        assert not resumed.warnings
         assert resumed.series("train/loss")[-2:] == pytest.approx(alone.series("train/loss")[-2:], abs=ROUNDED)
         assert distance(resumed.files["model/weights.pt"], alone.files["model/weights.pt"]) <= ROUNDED
         if strategy == "ddp":

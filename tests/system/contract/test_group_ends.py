@@ -32,7 +32,7 @@ def test_ddp_is_gone_when_its_group_is_destroyed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "destroy_process_group", observed)
     gc.disable()
     try:
-        main.run(toys.trial().model_copy(update={"strategy": "ddp"}), rank=Rank(), outbox=toys.Kept())
+        main.run(toys.trial(strategy="ddp"), rank=Rank(), outbox=toys.Kept())
     finally:
         gc.enable()
     assert alive == [False]

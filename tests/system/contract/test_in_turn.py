@@ -4,7 +4,7 @@
 # promise: baseline and training take slots in turn, the training's results stay the same to the bit
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -42,14 +42,11 @@ def trial(case: str) -> Training:
         "benchmark": MEASURE, "model": {"_target_": "toys.wide_net"},
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
     }  # fmt: skip
-    baseline = toys.trial(max_steps=3, kind=Baseline, **sections)
-    if case == "broken baseline":
-        baseline = toys.trial(max_steps=3, kind=Baseline, **{**sections, "model": {"_target_": "test_in_turn.Broken"}})
-    allowed = (*baseline.allowed, "test_in_turn")
-    baseline = baseline.model_copy(update={"name": "baseline", "allowed": allowed})
+    broken = {"model": {"_target_": "test_in_turn.Broken"}} if case == "broken baseline" else {}
+    baseline = toys.trial(max_steps=3, kind=Baseline, **{**sections, **broken})
+    baseline = baseline.model_copy(update={"name": "baseline"})
     strategy = "fsdp" if case == "fsdp" else "ddp"
-    own = {"strategy": strategy, "workers": 2, "allowed": allowed, "compared_with": (baseline,)}
-    made = toys.trial(measures=True, **sections).model_copy(update=own)
+    made = toys.trial(train_only=False, strategy=strategy, workers=2, compared_with=(baseline,), **sections)
     assert isinstance(made, Training)
     return made
 
@@ -105,14 +102,8 @@ def _train(rank: Rank, case: str) -> Kept:
         patch.setattr(measure, "measure_in_turn", measured)
         result = train(trial(case), rank=rank, outbox=outbox)
     ends = [event.result for event in outbox.events if isinstance(event, Finished)]
-    warnings = [event.message for event in outbox.events if isinstance(event, Warned)]
+    warnings = outbox.warnings
     return Kept(result, weights, ends, warnings, *map(sum, zip(*waited, strict=True)))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _stopped(rank: Rank) -> int:

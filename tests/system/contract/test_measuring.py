@@ -1,19 +1,15 @@
 """What is measured after a training on two ranks: it ends on both, whatever fails, and the training's result stays."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toys
-from ranks import on_ranks
+from ranks import Ranks
 from torch import Tensor, nn
 
-from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.train.run import train
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "branch": ({"model": {"_target_": "test_measuring.Branching"}}, {"find_unused_parameters": True}),
@@ -52,27 +48,23 @@ class FailsOnOneRank(nn.Linear):
         return super().forward(inputs)
 
 
-def _train(rank: Rank, case: str, folder: Path) -> None:
+def _train(rank: Rank, case: str) -> tuple[TrialResult, list[str]]:
     sections, options = CASES[case]
-    made = toys.trial(measures=True, **sections)
-    own = {"allowed": (*made.allowed, "test_measuring"), "strategy": "ddp", "workers": 2, "options": options}
-    outbox = toys.Kept()
-    result = train(made.model_copy(update=own), rank=rank, outbox=outbox)
-    messages = [event.message for event in outbox.events if isinstance(event, Warned)]
-    told = [message for message in messages if "could not be measured" in message]
-    (folder / f"{rank.rank}.json").write_text(json.dumps([result.model_dump_json(), told]))
+    result, outbox = toys.trained(
+        rank=rank, train_only=False, strategy="ddp", workers=2, options=options, **sections
+    )  # fmt: skip
+    return result, [message for message in outbox.warnings if "could not be measured" in message]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_training_has_its_result_whatever_is_measured_afterwards(case: str, tmp_path: Path) -> None:
-    on_ranks(_train, case, tmp_path, folder=tmp_path)  # in processes that end, as a rank that fails does
-    kept = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    results, warnings = [TrialResult.model_validate_json(own) for own, _ in kept], [own for _, own in kept]
+def test_the_training_has_its_result_whatever_is_measured_afterwards(case: str) -> None:
+    with Ranks(2) as ranks:  # processes that end, as a rank that fails does
+        results, warnings = zip(*ranks.call(_train, case), strict=True)
     assert [result.steps for result in results] == [6, 6]
     assert results[0].parts.nodes == results[1].parts.nodes
     assert len(results[0].parts.nodes) == 2
     if case != "one rank fails":
-        assert warnings == [[], []]
+        assert warnings == ([], [])
         assert all(len(result.parts.ranks) == 2 and result.parts.sum_ms for result in results)
         return
     assert all(result.parts.compute_ms is None for result in results)

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import pytest
 import torch
 import toys
-from rank_trainings import lab_trial
 from ranks import Ranks
 
 from pipeline.errors import TrainingError
-from pipeline.protocol.events import Warned
+from pipeline.experiment.load import load
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.train.build import build
@@ -50,7 +49,8 @@ class Outcome(NamedTuple):
 
 def _trial(case: str, *, strategy: str) -> Trial:
     data = f"data={{_target_: lab.holed, index: {BAD}}}"
-    return lab_trial(["train.precision=fp64", data, *CASES[case]], strategy=strategy, name=case)
+    experiment = load("lab.yaml", ["train.precision=fp64", data, *CASES[case]]).experiment
+    return toys.trial(experiment=experiment, strategy=strategy)
 
 
 def _train(rank: Rank, trial: Trial, folder: Path) -> Outcome:
@@ -61,11 +61,10 @@ def _train(rank: Rank, trial: Trial, folder: Path) -> Outcome:
         train(trial, rank=rank, outbox=outbox)
     except TrainingError as raised:
         error = str(raised)
-    warnings = [event.message for event in outbox.events if isinstance(event, Warned)]
     names = ("train/loss", "train/skipped_steps")
     series = {name: {point.step: point.value for point in outbox.points(name)} for name in names}
     saved = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return Outcome(error, warnings, series, outbox.files.get("model/weights.pt", {}), saved)
+    return Outcome(error, outbox.warnings, series, outbox.files.get("model/weights.pt", {}), saved)
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,18 @@
 
 import random
 import uuid
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import toys
-from ranks import on_ranks
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
-from pipeline.train.build import build
 from pipeline.train.state import State
 
 SAMPLES = 40
@@ -112,17 +109,17 @@ class Margins(nn.Module):
         return (outputs - targets - self.margin).pow(2).mean()
 
 
-def _trial(
-    *, data: str = "split_by_all_generators", model: str = "nothing", strategy: str = "ddp", seeded_loss: bool = True
-) -> Trial:
+def _built(
+    rank: Rank, *, data: str = "split_by_all_generators", model: str = "nothing", strategy: str = "ddp",
+    seeded_loss: bool = True,
+) -> State:  # fmt: skip
     sections = {
         "model": {"_target_": f"{HERE}.Keeps", "what": model},
         "data": {"_target_": f"{HERE}.{data}"},
         "loss": {"_target_": f"{HERE}.Margins", "seeded": seeded_loss},
         "train": {"epochs": 1, "precision": "fp32"},
     }
-    given = toys.trial(**sections)
-    return given.model_copy(update={"strategy": strategy, "workers": 2, "allowed": (*given.allowed, HERE)})
+    return toys.built(rank=rank, strategy=strategy, workers=2, **sections)
 
 
 # Which of the samples that are looked at is named is left to chance: two orders without a seed may begin alike.
@@ -150,15 +147,15 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 }
 
 
-def _build_all(rank: Rank, folder: Path) -> None:
+def _build_all(rank: Rank) -> dict[str, dict[str, Any]]:
+    """Return what a rank has drawn of each case that is accepted."""
     for name, (given, key, said) in REFUSED.items():
         with pytest.raises(ExperimentError) as refused:
-            build(_trial(**given), rank=rank)
+            _built(rank, **given)
         (problem,) = refused.value.problems
         assert problem.key == key, name
         assert said in problem.message, name
-    for name, given in ACCEPTED.items():
-        torch.save(_drawn(build(_trial(**given), rank=rank)), folder / f"{name} {rank.rank}")
+    return {name: _drawn(_built(rank, **given)) for name, given in ACCEPTED.items()}
 
 
 def _drawn(s: State) -> dict[str, Any]:
@@ -174,13 +171,11 @@ def _drawn(s: State) -> dict[str, Any]:
     }
 
 
-def test_ranks_draw_alike_or_are_refused(tmp_path: Path) -> None:
-    on_ranks(_build_all, tmp_path, folder=tmp_path)
-
+def test_ranks_draw_alike_or_are_refused() -> None:
+    with Ranks(2, timeout_s=300) as ranks:
+        first, second = ranks.call(_build_all)
     for name in ACCEPTED:
-        first, second = (torch.load(tmp_path / f"{name} {rank}") for rank in range(2))
-        assert first == second, name
+        assert first[name] == second[name], name
     for name in ("seeded", "drawn"):  # one worker draws what two draw
-        alone = _drawn(build(_trial(**ACCEPTED[name], strategy="single"), rank=Rank()))
-        assert torch.load(tmp_path / f"{name} 0") == alone, name
-    assert len(torch.load(tmp_path / "drawn 0")["kept"]) == 3
+        assert first[name] == _drawn(_built(Rank(), **ACCEPTED[name], strategy="single")), name
+    assert len(first["drawn"]["kept"]) == 3

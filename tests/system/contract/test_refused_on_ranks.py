@@ -1,7 +1,6 @@
 """One table: experiments that two ranks refuse alike, whichever of them notices."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from toy_metrics import Count
 from pipeline.errors import PipelineError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Weights
-from pipeline.train.run import train
 
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}
 SPARSE = {"_target_": "toys.SparseWords"}
@@ -127,22 +125,12 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def _error(rank: Rank, refusal: Refusal, folder: Path) -> str:
-    given = toys.trial(**refusal.sections)
-    update: dict[str, Any] = {
-        "strategy": refusal.strategy, "workers": 2, "checkpoints": str(folder),
-        "allowed": (*given.allowed, "test_refused_on_ranks"),
-    }  # fmt: skip
+    how: dict[str, Any] = {"strategy": refusal.strategy, "workers": 2, "checkpoints": str(folder)}
     if refusal.initial and rank.is_first:
-        update["initial"] = Weights(path=str(folder / refusal.initial), source="lost")
+        how["initial"] = Weights(path=str(folder / refusal.initial), source="lost")
     with pytest.raises(PipelineError) as caught:
-        train(given.model_copy(update=update), rank=rank, outbox=toys.Kept())
+        toys.trained(rank=rank, **how, **refusal.sections)
     return str(caught.value)
 
 

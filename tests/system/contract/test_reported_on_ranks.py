@@ -7,8 +7,8 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from pipeline.protocol.channel import DirectOutbox
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops
 from pipeline.train import meter as meters
-from pipeline.train.build import build
 from pipeline.train.costs import count_operations
 from pipeline.train.kept import held_step
 from pipeline.train.measure import TRACED_STEPS
@@ -36,12 +34,6 @@ FACTS = Facts(draws=False, draws_others=False, items_per_sample=1.0, gathers=Fal
 COUNTED = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def test_ranks_report_the_same_steps_however_long_each_of_them_takes(ranks: Ranks) -> None:
     quick, slow = ranks.call(_reports)
     assert quick == slow
@@ -51,8 +43,7 @@ def test_ranks_report_the_same_steps_however_long_each_of_them_takes(ranks: Rank
 def _reports(rank: Rank) -> list[int]:
     """Return the steps after which a rank reported, of which one is slower than the other."""
     data = {"_target_": "toys.regression", "samples": 400}  # 100 steps in an epoch
-    trial = toys.trial(data=data, train={"global_batch_size": 4, "log_every_steps": 1})
-    s = build(trial.model_copy(update={"workers": 2}), rank=rank, outbox=toys.Kept())
+    s = toys.built(rank=rank, workers=2, data=data, train={"global_batch_size": 4, "log_every_steps": 1})
     s.facts = FACTS
     meter, reports = Meter(s), []
     with pytest.MonkeyPatch.context() as patch:
@@ -87,10 +78,7 @@ def test_ranks_count_what_one_process_counts(ranks: Ranks) -> None:
 
 
 def _counts(rank: Rank) -> list[tuple[Flops | None, list[str]]]:
-    return [
-        _count(toys.trial().model_copy(update={"strategy": strategy, "workers": 2, "options": options}), rank)
-        for strategy, options in COUNTED
-    ]
+    return [_count(rank, strategy=strategy, options=options) for strategy, options in COUNTED]
 
 
 def test_a_rank_that_cannot_count_is_named(ranks: Ranks) -> None:
@@ -99,15 +87,13 @@ def test_a_rank_that_cannot_count_is_named(ranks: Ranks) -> None:
 
 
 def _count_with_failure(rank: Rank) -> tuple[Flops | None, list[str]]:
-    trial = toys.trial(model={"_target_": "test_reported_on_ranks.FailsOnOneRank"})
-    allowed = (*trial.allowed, "test_reported_on_ranks")
-    return _count(trial.model_copy(update={"strategy": "ddp", "workers": 2, "allowed": allowed}), rank)
+    return _count(rank, strategy="ddp", model={"_target_": "test_reported_on_ranks.FailsOnOneRank"})
 
 
-def _count(trial: Trial, rank: Rank) -> tuple[Flops | None, list[str]]:
+def _count(rank: Rank, **wanted: Any) -> tuple[Flops | None, list[str]]:
     """Return the operations of a step, and what was said."""
     outbox = toys.Kept()
-    s = build(trial, rank=rank, outbox=outbox)
+    s = toys.built(rank=rank, outbox=outbox, workers=2, **wanted)
     s.facts = FACTS
     counted = count_operations(s, held_step(s))
     barrier(rank)
@@ -124,7 +110,7 @@ def test_two_ranks_take_traced_steps_together_and_one_records_them(ranks: Ranks,
 
 
 def _trace(rank: Rank, folder: Path) -> None:
-    trial = toys.trial(max_steps=4).model_copy(update={"profile": True, "workers": 2, "strategy": "ddp"})
+    trial = toys.trial(max_steps=4, profile=True, workers=2, strategy="ddp")
     own = folder / str(rank.rank)
     own.mkdir()
     train(trial, rank=rank, outbox=DirectOutbox(own, lambda _: None))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import EVERY, STEPS, Saving, assert_equal, trial, until
+import toys
+from checkpointed import EVERY, STEPS, assert_equal, until
 from ranks import Ranks
 
 from pipeline.errors import ExperimentError, TrainingError
@@ -17,7 +18,6 @@ from pipeline.experiment.train import StartFrom
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Weights
 from pipeline.train import storage as storage_module
-from pipeline.train.build import build
 from pipeline.train.manifest import entries, folder_name, verify
 from pipeline.train.run import train
 from pipeline.train.saved_state import STATE, read
@@ -54,9 +54,9 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
 
 def go(rank: Rank, folder: Path, strategy: str, sections: dict[str, Any], resume: bool = False) -> Reached:
     """Train on a rank; return the losses, norms and validation by step, and the weights, of rank 0."""
-    outbox, strategy = Saving(), strategy if rank.world_size > 1 else "single"
-    made = trial(folder, **sections, strategy=strategy, resume=resume)
-    train(made.model_copy(update={"workers": rank.world_size}), rank=rank, outbox=outbox)
+    outbox, strategy = toys.Kept(), strategy if rank.world_size > 1 else "single"
+    how = {"strategy": strategy, "workers": rank.world_size, "checkpoints": str(folder), "resume": resume}
+    train(toys.trial(**sections, **how), rank=rank, outbox=outbox)
     names = ("train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss")
     assert rank.is_first or not outbox.events
     return Reached(
@@ -119,7 +119,7 @@ def test_shards_are_files_that_another_training_starts_from(ranks: Callable[...,
     assert verify(storage, newest) is None
     assert sorted(file.name[:12] for file in newest.manifest.files) == ["shard-00001-", "shard-00002-", STATE]
 
-    s = build(trial("", **DIVISIBLE), rank=Rank())
+    s = toys.built(**DIVISIBLE)
     start = Weights(path=storage.address, checkpoint=newest.name, source="run x, the checkpoint of step 6")
     assert fit(s.model, StartFrom(run="x"), start).taken.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert_equal(

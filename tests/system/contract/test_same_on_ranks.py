@@ -11,7 +11,7 @@
 # promise: `evaluate`: a checkpoint's values are the training's, at any world size; the run keeps status and duration
 # promise: the best weights are the result; a test set is evaluated once with them
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -23,13 +23,6 @@ from same_on_ranks import COMPARISONS, Compared, Row, train_row
 from pipeline.protocol.rank import Rank
 
 PAIRS = [(name, comparison) for name, row in ROWS.items() for comparison in COMPARISONS if row.has(comparison)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks that serve all rows."""
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

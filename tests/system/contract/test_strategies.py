@@ -125,9 +125,9 @@ def take_steps(rank: Rank) -> dict[tuple[str, str], Weights]:
     for name in ("start", *OPTIONS):
         for of, batches in BATCHES.items():
             optimizer = {"_target_": "torch.optim.SGD", "lr": 0.0 if name == "start" else 0.05}
-            trial = toys.trial(model=LARGE, optimizer=optimizer, train={"epochs": 1, **batches})
+            sections = {"model": LARGE, "optimizer": optimizer, "train": {"epochs": 1, **batches}}
             options = {**OPTIONS.get(name, {}), "bucket_cap_mb": 1}
-            s = build(trial.model_copy(update={"strategy": "ddp", "options": options}), rank=rank)
+            s = toys.built(rank=rank, strategy="ddp", options=options, **sections)
             stream = s.batches.stream(0, last_step=s.steps)
             for step in range(s.steps):
                 s.train_step(s, stream, step=step)

@@ -8,21 +8,19 @@ Held to plain torch on whole global batches, in fp64, for every number of worker
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import toys
 import weighed
-from ranks import on_ranks
+from ranks import Ranks
 from torch import Tensor, nn
 
 from pipeline.experiment import components
-from pipeline.experiment.schema import Experiment
-from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Trial
 from pipeline.tasks import LanguageModel
 from pipeline.train.build import build
 from pipeline.train.evaluate import evaluate, full_state_dict
@@ -79,36 +77,26 @@ class Reached(NamedTuple):
 
 
 def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
-    experiment = Experiment.model_validate(
-        {
-            "name": "weighed",
-            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-            "train": {
-                "epochs": 1,
-                "global_batch_size": BATCH,
-                "gradient_accumulation": accumulation,
-                "precision": "fp64",
-                "clip_grad_norm": 0.5,
-                "on_nonfinite": "skip",
-            },
-            **CASES[case],
-        }
-    )
+    sections = {
+        "loss": None,
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+        "train": {
+            "epochs": 1, "global_batch_size": BATCH, "gradient_accumulation": accumulation, "clip_grad_norm": 0.5,
+            "on_nonfinite": "skip",
+        },
+    }  # fmt: skip
     options = {"find_unused_parameters": True} if strategy == "ddp" else {}  # as the temperature's loss has one
-    return Training(
-        name=case, experiment=experiment, strategy=strategy, launcher="inprocess", workers=workers,
-        devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, "weighed"), options=options,
-    )  # fmt: skip
+    return toys.trial(strategy=strategy, workers=workers, options=options, **sections | CASES[case])
 
 
-def _train(rank: Rank, strategies: list[str], folder: Path) -> None:
+def _train(rank: Rank, strategies: list[str]) -> dict[tuple[str, str, int], Reached]:
     """All cases on one rank; processes are started once for all of them."""
-    for strategy in strategies:
-        for case in CASES:
-            for accumulation in WORKERS[strategy][rank.world_size]:
-                reached = _trained(_trial(case, strategy, rank.world_size, accumulation), rank)
-                if rank.is_first:
-                    torch.save(tuple(reached), folder / f"{strategy}, {case}, {accumulation}.pt")
+    return {
+        (strategy, case, accumulation): _trained(_trial(case, strategy, rank.world_size, accumulation), rank)
+        for strategy in strategies
+        for case in CASES
+        for accumulation in WORKERS[strategy][rank.world_size]
+    }
 
 
 def _trained(trial: Trial, rank: Rank) -> Reached:
@@ -179,20 +167,16 @@ def by_hand(case: str) -> Reached:
 
 
 @pytest.fixture(scope="module")
-def reached(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str, int], Reached]:
-    """What each strategy reaches."""
+def reached() -> Callable[[int], dict[tuple[str, str, int], Reached]]:
+    """What so many workers reach, by strategy, case and micro-batches."""
 
     @cache
-    def folder(workers: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"weights-{workers}")
-        on_ranks(_train, [name for name, sizes in WORKERS.items() if workers in sizes], folder,
-                 folder=folder, world_size=workers)  # fmt: skip
-        return folder
+    def train(workers: int) -> dict[tuple[str, str, int], Reached]:
+        with Ranks(workers, timeout_s=300) as ranks:
+            found: list[Any] = ranks.call(_train, [name for name, sizes in WORKERS.items() if workers in sizes])
+        return dict(found[0])
 
-    def load(strategy: str, workers: int, case: str, accumulation: int) -> Reached:
-        return Reached(*torch.load(folder(workers) / f"{strategy}, {case}, {accumulation}.pt"))
-
-    return load
+    return train
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,11 +184,11 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str
     ("strategy", "workers"), [(name, number) for name, sizes in WORKERS.items() for number in sizes]
 )
 def test_the_objective_is_that_of_the_whole_batch(
-    reached: Callable[[str, int, str, int], Reached], strategy: str, workers: int, case: str
+    reached: Callable[[int], dict[tuple[str, str, int], Reached]], strategy: str, workers: int, case: str
 ) -> None:
     expected = by_hand(case)
     for accumulation in WORKERS[strategy][workers]:
-        own = reached(strategy, workers, case, accumulation)
+        own = reached(workers)[strategy, case, accumulation]
         assert own.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=TOLERANCE)
         assert own.validation == pytest.approx(expected.validation, rel=TOLERANCE)
         assert own.logs.keys() == expected.logs.keys()

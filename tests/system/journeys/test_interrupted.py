@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command import line_of
+from job import Job
 from recordings import copied
-from stopped import Start, check_that_a_stopped_rank_is_named, endless, wait_for
+from stopped import check_that_a_stopped_rank_is_named, endless
 
 from pipeline.protocol.events import RunClosed
 from pipeline.record import journal
-
-PATIENCE_S = 120.0
 
 
 @pytest.fixture
@@ -29,23 +29,23 @@ def ended(folder: Path) -> RunClosed | None:
     return journal.ending(run / journal.FILE_NAME)
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack(project: Path, folder: Path, start: Start) -> None:
-    check_that_a_stopped_rank_is_named(start, project, folder, launcher="torchrun")
+def test_a_rank_that_hangs_is_named_with_its_stack(project: Path, folder: Path) -> None:
+    check_that_a_stopped_rank_is_named(project, folder, launcher="torchrun")
     closed = ended(folder)
     assert closed is not None
     assert closed.status == "FAILED"
 
 
-def test_ctrl_c_ends_a_run_as_one_would_wish(project: Path, folder: Path, start: Start) -> None:
-    process = start(*endless(folder), cwd=project)
-    wait_for("ddp, 2 workers: step", process.stderr)
-    descendants = psutil.Process(process.pid).children(recursive=True)
+def test_ctrl_c_ends_a_run_as_one_would_wish(project: Path, folder: Path) -> None:
+    with Job(project, runs=folder / "runs").start(line_of(*endless(folder))) as job:
+        job.wait_for_step(1)
+        driver = psutil.Process(job.processes[0].pid)
+        descendants = driver.children(recursive=True)
+        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does it: to all of them
+        (done,) = job.ended(120)
 
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of them
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-
-    assert process.returncode == 130, stdout + stderr
-    assert "Traceback" not in stdout + stderr
+    assert done.code == 130, done.output
+    assert "Traceback" not in done.output
     assert psutil.wait_procs(descendants, timeout=20)[1] == [], "processes are left behind"
     closed = ended(folder)
     assert closed is not None

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
-from census import injected
+from attempts import DDP, STEPS, Attempt, Undisturbed, check
+from job import PATIENCE_S
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, Warned
 from pipeline.train.manifest import folder_name
@@ -19,16 +19,15 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
 ) -> None:
     first, second = sorted(draw.sample(range(5, STEPS - 30), 2))
     attempt = attempt_in(*DDP, "parallel.max_failures=1", f"checkpoint.every_steps={draw.randint(1, 9)}")
-    process = attempt.start()
-    attempt.wait_for_step(first, process)
+    attempt.begin()
+    attempt.wait_for_step(first)
     # Without one the training rightly begins again, and nothing is resumed.
-    attempt.wait_for(lambda: bool(attempt.all_of(CheckpointSaved)), process, what="the first complete checkpoint")
-    draw.choice(workers_of(process)).kill()
-    injected("kills")
-    attempt.wait_for_step(second, process)
-    attempt.wait_for(lambda: bool(attempt.all_of(Resumed)), process, what="the replacement of a killed worker")
-    workers = workers_of(process)
-    kill(process)
+    attempt.wait_for(lambda: bool(attempt.all_of(CheckpointSaved)), what="the first complete checkpoint")
+    draw.choice(attempt.workers).kill()
+    attempt.wait_for_step(second)
+    attempt.wait_for(lambda: bool(attempt.all_of(Resumed)), what="the replacement of a killed worker")
+    workers = attempt.workers
+    attempt.kill()
     assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == [], "workers outlive their driver"
 
     ended = attempt.run("--resume")
