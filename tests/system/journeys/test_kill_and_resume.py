@@ -9,13 +9,15 @@ from pathlib import Path
 import psutil
 from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
 from census import injected
+from command import Ended
+from recordings import written_here
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, Warned
 from pipeline.train.manifest import folder_name
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
-    attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random
+    attempt_in: Callable[..., Attempt], undisturbed: Undisturbed, draw: random.Random, command: Callable[..., Ended]
 ) -> None:
     first, second = sorted(draw.sample(range(5, STEPS - 30), 2))
     attempt = attempt_in(*DDP, "parallel.max_failures=1", f"checkpoint.every_steps={draw.randint(1, 9)}")
@@ -31,7 +33,8 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
     kill(process)
     assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == [], "workers outlive their driver"
 
-    ended = attempt.run("--resume")
+    with written_here():
+        ended = command("run", "lab.yaml", "--no-baseline", *attempt.arguments, "--resume")
 
     assert ended.code == 0, ended.output
     check(attempt, undisturbed)
