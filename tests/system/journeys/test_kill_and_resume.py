@@ -1,6 +1,7 @@
 """Killed is not lost: a worker that is killed is replaced, a run whose driver is killed goes on, bit for bit."""
 
 # promise: exact resume after worker and driver were killed, bit for bit
+# promise: the traceback of the first failing rank; a killed worker is reported; no process remains
 
 import random
 from collections.abc import Callable
@@ -25,7 +26,9 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
     attempt.wait_for_step(first, process)
     # Without one the training rightly begins again, and nothing is resumed.
     attempt.wait_for(lambda: bool(attempt.all_of(CheckpointSaved)), process, what="the first complete checkpoint")
-    draw.choice(workers_of(process)).kill()
+    worker = draw.choice(workers_of(process))
+    killed = worker.name()
+    worker.kill()
     injected("kills")
     attempt.wait_for_step(second, process)
     attempt.wait_for(lambda: bool(attempt.all_of(Resumed)), process, what="the replacement of a killed worker")
@@ -39,7 +42,10 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
     assert ended.code == 0, ended.output
     check(attempt, undisturbed)
     assert len(attempt.all_of(Resumed)) == 2
-    assert any("killed by SIGKILL" in event.message for event in attempt.all_of(Warned))
+    (warning,) = (event.message for event in attempt.all_of(Warned) if "SIGKILL" in event.message)
+    assert warning.startswith(f"{killed} exited without reporting an error: killed by SIGKILL")
+    assert killed in ("rank 0", "rank 1")
+    assert warning.count("rank ") == 1, "the other rank only lost its connection"
     *_, before, last = attempt.all_of(CheckpointSaved)
     kept = attempt.folder / "checkpoints"
     assert Path(last.path) == kept / folder_name(STEPS)
