@@ -56,11 +56,11 @@ class Launcher(base.Launcher):
         """Start the processes of all ranks; end those that got no job."""
         # Otherwise each process, and each run, would iterate over a set of texts in another order.
         with environment(PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", str(experiment.seed % 2**32))):
-            if outer_launcher() is None:
-                count = min(experiment.parallel.workers, max(1, len(resources.usable_cores())))
-                libraries = find_libraries(experiment)
-                _waiting.extend(_start(libraries, None, quiet=not verbose) for _ in range(count))
             try:
+                if outer_launcher() is None:
+                    count = min(experiment.parallel.workers, max(1, len(resources.usable_cores())))
+                    libraries = find_libraries(experiment)
+                    _waiting.extend(_start(libraries, None, quiet=not verbose) for _ in range(count))
                 yield
             finally:
                 _end(_waiting, patience_s=0.0)

@@ -82,8 +82,10 @@ RICH: dict[str, Any] = {"model": {"_target_": "toys.rich_net"}, "data": {"_targe
 
 
 def _cases() -> Iterator[tuple[str, str, str, int]]:
-    """Resume each pair after each step, each half of the steps with another strategy."""
+    """Resume each scheduler after each step, with two optimizers in turn; a strategy has half of the steps."""
     for (optimizer, scheduler), step in product(PAIRS, range(1, STEPS + 1)):
+        if optimizer != "SGD" and step % 2 != (optimizer == "momentum"):
+            continue
         turn = 2 * list(OPTIMIZERS).index(optimizer) + list(SCHEDULERS).index(scheduler) + (step - 1) // 3
         yield STRATEGIES[turn % len(STRATEGIES)], optimizer, scheduler, step
 

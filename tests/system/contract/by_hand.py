@@ -43,10 +43,14 @@ class Data(Dataset[Any]):
             self.inputs = torch.randn(samples, 8, 5, generator=draw, dtype=torch.float64)
             self.targets = torch.randint(0, CLASSES, (samples, 5), generator=draw)
             self.targets[torch.rand(samples, 5, generator=draw) < 0.5] = 255
-        elif kind == "tokens":
+        elif kind == "boxes":
+            there = torch.randint(6, (samples, 1), generator=draw) * (torch.arange(samples)[:, None] % 3 == 0)
+            boxes = torch.randn(samples, 5, generator=draw, dtype=torch.float64)
+            self.targets = boxes.masked_fill(torch.arange(5) >= there, float("inf"))
+        elif kind in ("tokens", "few tokens"):
             self.inputs, self.targets = torch.randint(0, TOKENS, (2, samples, 6), generator=draw)
             self.targets[torch.rand(samples, 6, generator=draw) < 0.5] = -100
-            self.targets[:9] = -100
+            self.targets[: 9 if kind == "tokens" else samples - 5] = -100
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -199,6 +203,7 @@ def powers() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 Mean = Callable[[Any, Any, Any], Tensor]
+Logs = Callable[[Any, Any], Mapping[str, Tensor]]
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.01}
 COSINE = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": 8}
@@ -210,6 +215,8 @@ class Case:
     """An experiment, and the mean loss of a global batch of (model, task, batch) by hand."""
 
     mean: Mean
+    logs: Logs = lambda *_: {}
+    """Means of (model, batch) that the task reports."""
     kind: str = "labels"
     samples: int = 50
     train: Mapping[str, Any] = field(default_factory=dict)
@@ -242,7 +249,7 @@ class Case:
             name="main", experiment=experiment, strategy=strategy,
             options=self.options if strategy == "ddp" else options,
             launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1, train_only=True,
-            allowed=(*BUILT_IN, "by_hand"),
+            allowed=(*BUILT_IN, "by_hand", "weighed"),
         )  # fmt: skip
 
 
@@ -294,6 +301,18 @@ def _huber(model: Any, _: Any, batch: Any) -> Tensor:
     return F.huber_loss(model(batch[0]), batch[1])
 
 
+def _distances(model: Any, batch: Any) -> Tensor:
+    """Return those of all boxes of a batch."""
+    there = batch[1].isfinite()
+    distances: Tensor = (model(batch[0])[:, :1].expand_as(batch[1]) - batch[1])[there]
+    return distances
+
+
+def _offsets(model: Any, batch: Any) -> Mapping[str, Tensor]:
+    distances = _distances(model, batch)
+    return {"offset": distances.mean(), "far": (distances.abs() > 1).double().mean()}
+
+
 def _scaled(model: Any, task: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]) * task.factor.exp(), batch[1])
 
@@ -335,6 +354,11 @@ CASES: Mapping[str, Case] = {
     "tokens, with all that changes a step": Case(
         mean=_with(), sections={**_LANGUAGE, "optimizer": ADAMW, "scheduler": COSINE}, kind="tokens", samples=49,
         model="Language", train={"gradient_accumulation": 3, "clip_grad_norm": 0.2, **EMA},
+    ),
+    "hardly any tokens": Case(mean=_with(), sections=_LANGUAGE, kind="few tokens", samples=49, model="Language"),
+    "boxes": Case(
+        mean=lambda model, _, batch: _distances(model, batch).square().mean(), logs=_offsets, kind="boxes", samples=64,
+        sections={"task": {"_target_": "weighed.Detection"}}, train={"gradient_accumulation": 2},
     ),
     "averages": Case(mean=_labels, sections={**_entropy(), "scheduler": COSINE}, train=EMA),
     "schedule by epoch": Case(
@@ -406,7 +430,7 @@ class Trained:
     weights: dict[str, Tensor]
     """Weights of the model and, with "task." before them, of the task."""
     values: dict[str, float]
-    """Loss and metrics of the validation set at the end."""
+    """Loss, metrics and logs of the validation set at the end, and logs of the last step."""
 
 
 def train_by_hand(case: Case) -> Trained:
@@ -450,8 +474,10 @@ def train_by_hand(case: Case) -> Trained:
         scheduler = kind(optimizer, **experiment.scheduler.arguments)
     losses: list[float] = []
     averages: list[Tensor] = []
+    logs: Mapping[str, Tensor] = {}
     for step in range(total):
-        loss = case.mean(model, task, batch_of(step))
+        batch = batch_of(step)
+        loss, logs = case.mean(model, task, batch), case.logs(model, batch)
         optimizer.zero_grad()
         loss.backward()
         if train.clip_grad_norm is not None:
@@ -466,11 +492,12 @@ def train_by_hand(case: Case) -> Trained:
     if train.ema is not None:
         for one, average in zip(parameters, averages, strict=True):
             one.data.copy_(average)
-    values = {}
+    values = {f"train/{name}": value.item() for name, value in logs.items()}
     with torch.no_grad():
         whole = [torch.stack(column) for column in zip(*(held_out[n] for n in range(len(held_out))), strict=True)]
         if case.model != "Pair":  # of a contrastive loss global batches are evaluated, not the whole set
             values["validation/loss"] = float(case.mean(model, task, whole))
+        values |= {f"validation/{name}": value.item() for name, value in case.logs(model, whole).items()}
         for name, declared_metric in experiment.metrics.items():
             module, _, kind_name = declared_metric.target.rpartition(".")
             metric = getattr(import_module(module), kind_name)(**declared_metric.arguments)

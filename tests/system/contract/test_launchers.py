@@ -76,19 +76,6 @@ def test_the_rank_that_failed_is_to_blame(launched: Session, launcher: str) -> N
     assert not outcome.has_ended
 
 
-def test_a_killed_worker_is_named(launched: Session, launcher: str) -> None:
-    session = launched(launcher)
-    if "killed" not in session.outcomes:
-        pytest.skip("Ray's killed worker is in integration/test_hangs.py; inprocess can't survive its own")
-    outcome = session.outcomes["killed"]
-
-    assert outcome.has_only_lost_workers
-    assert 1 not in {failure.rank.rank for failure in outcome.failures}
-    assert "rank 1 exited without reporting an error" in str(outcome.error)
-    assert "SIGKILL" in str(outcome.error)
-    assert "rank 0" not in str(outcome.error)
-
-
 def test_everything_is_as_before(launched: Session, launcher: str) -> None:
     """Processes, environment, threads, signal handlers, process group."""
     assert launched(launcher).leaks == []

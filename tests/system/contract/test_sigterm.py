@@ -58,27 +58,19 @@ def test_loader_processes_are_forked_unless_the_user_wants_another_method(monkey
         assert _start_method() == method
 
 
-COMPUTING_WITH_TWO_THREADS = """
-import multiprocessing, torch
-from pathlib import Path
-from loading import loader, part
-
-torch.set_num_threads(2)
-reader = loader(torch.utils.data.TensorDataset(torch.arange(40.0)), workers=1)
-batches = reader.batches([part(index) for index in range(20)])
-next(batches)
-(process,) = multiprocessing.active_children()
-for thread in Path(f"/proc/{process.pid}/task").iterdir():
-    print((thread / "status").read_text())
-"""
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_no_thread_of_a_loader_ends_it() -> None:
+def test_no_thread_of_a_loader_ends_it(two_threads: None, reading: Reading) -> None:
     """torch gives it one more than it asks for, and the system sends a process's signal to any that takes it."""
-    code = [sys.executable, "-c", COMPUTING_WITH_TWO_THREADS]
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-    said = subprocess.run(code, capture_output=True, text=True, check=True, env=here).stdout
-    masks = [int(mask, base=16) for mask in re.findall(r"SigBlk:\s*(\w+)", said)]
+    _, process = reading
+    said = [(thread / "status").read_text() for thread in Path(f"/proc/{process.pid}/task").iterdir()]
+    masks = [int(mask, base=16) for mask in re.findall(r"SigBlk:\s*(\w+)", "".join(said))]
     assert len(masks) > 2
     assert sum(not mask >> (signal.SIGTERM - 1) & 1 for mask in masks) == 1  # the one that waits for it

@@ -59,6 +59,21 @@ def test_ranks_start_before_there_is_a_trial_and_end_if_there_is_none(monkeypatc
         assert not torchrun._waiting, "each process of torchrun is a rank itself"
 
 
+def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(subprocess.Popen(["sleep", "100"], start_new_session=True))
+        return begun[0]
+
+    begun: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(torchrun, "_start", start)
+    monkeypatch.setattr(torchrun.resources, "usable_cores", lambda: [0, 1])
+    with pytest.raises(KeyboardInterrupt), torchrun.Launcher.preparing(load(MLP, DDP).experiment):
+        pass
+    assert begun[0].poll() is not None
+
+
 def test_one_that_waits_ends_with_its_driver(waiting: subprocess.Popen[bytes]) -> None:
     assert os.getsid(waiting.pid) == waiting.pid, "Ctrl-C is for the driver"
     assert waiting.stdin is not None

@@ -18,13 +18,13 @@ def test_strategies_side_by_side_and_predictions(
     store = copied(empty_store, tmp_path)
     where = [f"tracking.uri={store.uri}", f"tracking.directory={tmp_path}/runs"]
     training = ["parallel.launcher=torchrun", "parallel.cpus_per_worker=1", "train.precision=fp64", "train.epochs=9"]
-    wishes = ["--strategies", "single,ddp", "--workers", "1,2", "--predict", "2,8", "--repeats", "1", "--json"]
+    wishes = ["--strategies", "ddp", "--workers", "2", "--predict", "2,8", "--repeats", "1", "--json"]
     with written_here():
         ended = command("benchmark", "lab.yaml", *where, *training, *wishes)
 
     assert ended.code == 0, ended.output
     facts = {name: {key: one["value"] for key, one in each.items()} for name, each in ended.facts.items()}
-    assert set(facts) == {"main", "baseline", "reference", "ddp-1", "ddp-2", "predicted-2", "predicted-8"}
+    assert set(facts) == {"main", "baseline", "reference", "ddp-2", "predicted-2", "predicted-8"}
     single, ddp = facts["baseline"], facts["ddp-2"]
     assert ddp["speedup"] == pytest.approx(ddp["samples_per_second"] / single["samples_per_second"])
     assert ddp["efficiency"] == pytest.approx(ddp["speedup"] / 2)

@@ -130,8 +130,8 @@ def test_an_evaluation_that_is_interrupted_leaves_the_run_finished(
 def test_recorded_runs_of_before_say_what_they_have(
     there: Callable[..., Any], journal: Callable[[str], Recording]
 ) -> None:
-    finished, sweep = journal("finished"), journal("sweep")
-    assert "no complete checkpoint" in there("evaluate", finished.folder.name).stderr
+    single, sweep = journal("single"), journal("sweep")
+    assert "no complete checkpoint" in there("evaluate", single.folder.name).stderr
     assert "is a sweep. Name one of its trials" in there("evaluate", sweep.folder.name).stderr
 
 
