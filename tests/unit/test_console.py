@@ -286,8 +286,8 @@ def test_notes_and_warnings_are_one_line_each_in_a_file(monkeypatch: pytest.Monk
 
     long, stdout = "a text of many words " * 9, pipe()
     Invocation.warn(cast("Any", SimpleNamespace(terminal=Terminal.on(stdout))), long)
-    monkeypatch.setattr(invocation, "_initial", refuse)
-    plan = cast("Any", SimpleNamespace(notes=[long]))
+    monkeypatch.setattr(invocation, "find_initial", refuse)
+    plan = cast("Any", SimpleNamespace(notes=[long], experiment=None))
     with pytest.raises(UsageError), invoked(plan, file=cast("Any", None), terminal=Terminal.on(stdout), verbose=False):
         pass
     assert printed(stdout) == f"{long}\nnote: {long}\n"

@@ -5,6 +5,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_an_evaluation_that_is_interrupted_leaves_the_run_finished(
 
     monkeypatch.setattr(restored, "evaluate", interrupted)
     if is_killed:
-        monkeypatch.setattr(recorded_run, "_close", lambda *_, **__: None)
+        monkeypatch.setattr(recorded_run, "_closed_by_status", lambda *_, **__: nullcontext())
     ended = there("evaluate", "aaaa")
     assert (ended.code, ended.stderr.splitlines()[-1]) == (130, "error: interrupted")
     assert journals.ending(folder / journals.FILE_NAME) is not None
