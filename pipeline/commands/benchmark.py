@@ -369,7 +369,7 @@ def _make_result(matrix: Matrix, invocation: Invocation, *, reasons: Mapping[str
         if cell.name in by_name:
             entries.append(by_name[cell.name])
             continue
-        reason = reasons.get(cell.name, texts.NOT_REACHED)
+        reason = reasons.get(cell.name, texts.NOT_BEGUN)
         entries.append(Entry(cell.name, cell.label, {"samples_per_second": texts.NOT_MEASURED}))
         missing.append(texts.WHY_NOT_MEASURED.format(name=cell.label, reason=reason))
     entries[1:1] = [row for row in rows if row.role == "reference"]

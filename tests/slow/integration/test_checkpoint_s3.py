@@ -22,7 +22,7 @@ def test_an_outage_is_told_once_and_training_goes_on(s3: S3, draw: random.Random
 
     assert len(outbox.series("train/loss")) == 12
     first, second = outbox.warnings
-    assert f"could not be saved in {ADDRESS}: EndpointConnectionError" in first
+    assert f"could not be saved in {ADDRESS}: " in first
     assert "can be saved again. step-000000" in second
     assert outbox.saved[-1] == 12
     assert not set(range(down + 1, down + 3)) & set(outbox.saved)

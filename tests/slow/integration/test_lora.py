@@ -88,9 +88,7 @@ def test_two_workers_train_the_adapter_as_one_does_and_resume(encoder: str, tmp_
     trained = kept.files["model/weights.pt"]
     sections = lora(encoder)
     with torch.random.fork_rng(devices=()):
-        model = components.build(
-            toys.experiment(**sections).model, key="model", allowed=(*toys.BUILT_IN, "peft"), runtime={}
-        )
+        model = components.build(toys.experiment(**sections).model, key="model", allowed=(*toys.BUILT_IN, "peft"))
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     base = {name: value.double() for name, value in model.state_dict().items() if "original_module" not in name}
     assert {part for part in TRAINED if any(part in name for name in learning)} == set(TRAINED)

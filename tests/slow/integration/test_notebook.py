@@ -50,8 +50,8 @@ def test_the_notebook_of_the_docs_runs_from_top_to_bottom(tmp_path: Path, monkey
     assert of_kind("text/plain", shown) == "Experiment(first-notebook: 1 worker, inprocess)"
     assert float(of_kind("text/plain", alone[-1:])) > 0.8
     page = of_kind("text/html", two[-1:])
-    assert "2 workers (ddp)</td>" in page
-    assert re.search(r'<img alt="2 workers \(ddp\): [^"]*" src="data:image/png;base64,iVBOR', page)
+    assert "2 workers (ddp)" in page
+    assert "<svg" in page
     assert float(of_kind("text/plain", difference)) < 1e-4
     assert "samples_per_second" in of_kind("text/html", table)
     assert "train/loss" in of_kind("text/html", history)
