@@ -128,7 +128,7 @@ def test_a_run_joins_it_and_leaves_it_alive(cluster: Cluster, run: Any, tmp_path
     code, stdout, stderr = run(f"parallel.address={cluster.address}")
 
     assert code == 0, stdout + stderr
-    assert stderr == ""
+    assert "warning" not in stderr
     (folder,) = (tmp_path / "runs").iterdir()
     events = list(journal.read(folder / journal.FILE_NAME))
     assert len(next(event for event in events if isinstance(event, Started)).devices) == CPUS
@@ -232,4 +232,4 @@ def test_pairs_are_trained_on_the_cluster(
     options = ("parallel.strategy=single", "parallel.workers=1", "parallel.cpus_per_worker=1", "train.epochs=1")
     words = ("compare", MLP, "--vary", "optimizer.lr=0.1,1e-6", "--seeds", "2", "--address", cluster.address, *options)
     stdout, stderr = start(*words, "--concurrent", "2", cwd=tmp_path).communicate(timeout=240)
-    assert stdout.splitlines()[2].startswith("RESULT   B is worse than A: validation/accuracy"), stdout + stderr
+    assert "\nRESULT   B is worse than A: validation/accuracy" in stdout, stdout + stderr
