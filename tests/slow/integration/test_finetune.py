@@ -20,7 +20,8 @@ from pipeline.data import example_sentences
 
 ROOT = Path(__file__).parents[3]
 FILE = str(ROOT / "experiments" / "finetune.yaml")
-SHORT = ["--train-only", "train.epochs=1", "parallel.workers=1", "parallel.launcher=inprocess", "parallel.strategy=single"]
+ALONE = ["parallel.workers=1", "parallel.launcher=inprocess", "parallel.strategy=single"]
+SHORT = ["--train-only", "train.epochs=1", *ALONE]
 
 
 @pytest.fixture(scope="module")
