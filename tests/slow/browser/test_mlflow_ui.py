@@ -147,7 +147,7 @@ def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages
         page.get_by_text("Show more").click()
         expect(page.get_by_role("heading", name=str(shown.run.info.run_name))).to_be_visible()
         expect(page.locator("strong", has_text=re.compile(r"^2 workers \(ddp\): .*x to .*x"))).to_be_visible()
-        table = page.locator("table").filter(has_text="loss vs. baseline")
+        table = page.locator("table").filter(has_text="1 worker (baseline)")
         expect(table.locator("tbody tr")).to_have_count(3)
         for row, title in enumerate(["1 worker (baseline)", "1 process, both cores", "2 workers (ddp)"]):
             expect(table.locator("tbody tr").nth(row).locator("td").first).to_have_text(title)
@@ -197,7 +197,7 @@ def test_the_table_previews_with_what_matters_first(shown: Shown, pages: Pages) 
 
     with pages.open(shown.artifact("speedup_table.json"), ready=header, name="table") as page:
         shown_first = page.get_by_role("columnheader").all_inner_texts()[:2]
-        assert shown_first == ["trial", "speedup"]
+        assert shown_first == ["trial", "samples_per_second"]
         expect(page.get_by_role("cell").filter(has_text="baseline").first).to_be_visible()
 
 
