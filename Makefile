@@ -11,9 +11,8 @@ ALL := $(VENV)/.installed-all
 PYTEST := MISSING_PACKAGES_FAIL=1 GPU_REHEARSAL=1 $(BIN)/python -m pytest
 # Tests mostly wait for processes, so four at a time; tests of one file share what is costly.
 SPREAD := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
-# What takes longest first, so that no core waits at the end.
-LONGEST := $(patsubst %,tests/system/contract/test_%.py,equality measuring by_hand same_on_ranks)
-SYSTEM := tests/system/test_lint.py tests/system/journeys $(LONGEST) tests/system/contract tests/system/replay
+# Lint and what starts Ray first: they take longest.
+SYSTEM := tests/system/test_lint.py tests/system/journeys tests/system/contract tests/system/replay
 SLOW ?= tests/slow
 
 .DEFAULT_GOAL := help
