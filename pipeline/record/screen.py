@@ -1,6 +1,7 @@
 """Output of a command on the terminal: its streams, chosen by ``--json`` and ``--quiet``, and the lines of screens."""
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,10 @@ class Terminal(NamedTuple):
             as_json: standard output is one JSON document, so the result for people goes to standard error, too.
             quiet: no progress.
         """
-        stderr, silent = OptionalConsole(highlight=False, stderr=True), Console(quiet=True)
+        stderr = OptionalConsole(
+            highlight=False, file=sys.stderr, stderr=True
+        )  # a later one may be an export's, unseen
+        silent = Console(quiet=True)
         result = stderr if as_json else OptionalConsole(highlight=False)
         return cls(
             progress=silent if quiet else stderr, result=silent if quiet and as_json else result, warnings=stderr

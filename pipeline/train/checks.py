@@ -1,6 +1,5 @@
 """Checks of a training by what it was built of and by its first batch and step. Most warn once; none guesses again."""
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,11 @@ from pipeline.train.names import find_trainable, shown
 from pipeline.train.optim import stays_in_evaluation
 from pipeline.train.same import attribute_prints, find_differing
 from pipeline.train.seeds import keep_generators, seed_all
-from pipeline.wording import listed
+from pipeline.wording import first_line, listed
 
 if TYPE_CHECKING:
     from pipeline.train.state import State
 
-_log = logging.getLogger(__name__)
 _SAMPLES, _TOLERANCE, _TOLERANCE_16_BITS = 5, 1e-3, 5e-2
 _KEPT_ELSEWHERE = (
     "changed in training, and checkpoints do not contain the change. A resumed run and `pipeline evaluate` start "
@@ -59,8 +57,8 @@ def check_graph(s: "State", loss: Tensor) -> None:
 def check_halves(s: "State") -> None:
     """Warn if the sums of two parts of a few samples don't add up to that of all: the loss is not a mean over samples.
 
-    torch's own losses are known and not looked at. Of a loss that draws random numbers nothing is said, nor of one that
-    fails on so few samples: the first step raises what remains. Collective if sharded.
+    torch's own losses are known and not looked at. Of a loss that draws random numbers nothing is said. One that fails
+    on so few samples is not checked, with a warning. Collective if sharded.
     """
     known = isinstance(s.task, LanguageModel) or (isinstance(s.task, Supervised) and s.task.is_known)
     count = min(_SAMPLES, s.batches.readable)
@@ -83,7 +81,9 @@ def check_halves(s: "State") -> None:
         if s.is_sharded:  # whose weights are left gathered, so that no step could follow
             error.add_note("This was a check of the loss with five samples.")
             raise
-        _log.info("the loss was not checked, since it can't be computed from %d samples", count, exc_info=error)
+        s.warn(
+            f"not checked if the loss is a mean over the samples: with {count} samples it raised {first_line(error)}"
+        )
         return
     finally:
         for module, training in modes:

@@ -27,26 +27,26 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "": 1_140,
     "api": 493,
-    "cli": 707,
-    "commands": 4_776,
+    "cli": 702,
+    "commands": 4_772,
     "data": 1_026,
-    "drive": 1_077,
+    "drive": 1_075,
     "experiment": 3_360,
     "launch": 1_894,
     "models": 408,
     "plan": 671,
     "protocol": 1_526,
-    "record": 1_609,
+    "record": 1_611,
     "results": 3_405,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_717,
-    "train": 9_243,
+    "train": 9_240,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 43_883
+TEST_LINES = 43_903
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -5,6 +5,7 @@
 import io
 import os
 import re
+from contextlib import redirect_stderr
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.rank import Rank
 from pipeline.record.console import Console, stages_on
-from pipeline.record.screen import OptionalConsole, Terminal
+from pipeline.record.screen import OptionalConsole, Terminal, write
 from pipeline.record.trial_progress import facts
 from pipeline.results.measured import result_of_run, speedup_table
 from pipeline.results.record import Table
@@ -402,6 +403,13 @@ def test_the_result_alone_goes_to_standard_output() -> None:
         assert places.warnings.stderr
         assert places.progress.quiet if quiet else places.progress.stderr
         assert (not places.result.stderr and not places.result.quiet) != as_json
+
+
+def test_a_warning_is_seen_while_an_export_in_this_process_is_silenced(capsys: pytest.CaptureFixture[str]) -> None:
+    places = Terminal.of()
+    with redirect_stderr(io.StringIO()):
+        write(places.warnings, "MLflow accepts results again.")
+    assert capsys.readouterr().err == "MLflow accepts results again.\n"
 
 
 def test_a_baseline_says_that_it_was_timed() -> None:

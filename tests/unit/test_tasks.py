@@ -247,6 +247,12 @@ TOKENS = {"model": {"_target_": "weighed.tagger"}, "data": {"_target_": "weighed
 PAIRS = CLASSES | {"data": {"_target_": "toy_contrastive.pairs"}}
 
 
+def _many(outputs: Tensor, _: Tensor) -> Tensor:
+    if len(outputs) < 6:
+        raise ValueError("too few")
+    return outputs.mean()
+
+
 LOSSES: dict[str, Any] = {
     "sum": lambda outputs, targets: (outputs - targets).square().sum(),
     "root": lambda outputs, targets: (outputs - targets).square().mean().sqrt(),
@@ -254,6 +260,7 @@ LOSSES: dict[str, Any] = {
     "mean": lambda outputs, targets: (outputs - targets).abs().pow(1.5).mean(),
     "drawn": lambda outputs, targets: (outputs + torch.rand_like(outputs) - targets).square().sum(),
     "infinite": lambda outputs, targets: (outputs - targets).square().sum() / 0,
+    "many": _many,
 }
 
 
@@ -319,6 +326,11 @@ def test_a_loss_that_is_no_mean_over_the_samples_is_named(sections: dict[str, An
 )  # fmt: skip
 def test_nothing_is_said_of_means_nor_of_what_shows_nothing(sections: dict[str, Any]) -> None:
     assert built(**sections)[1] == []
+
+
+def test_a_loss_that_a_few_samples_are_too_few_for_is_not_checked_and_said_to_be() -> None:
+    _, (said,) = built(**own("many"))
+    assert said == "not checked if the loss is a mean over the samples: with 5 samples it raised too few"
 
 
 def test_nothing_is_left_of_the_comparison() -> None:
