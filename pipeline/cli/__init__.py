@@ -182,17 +182,12 @@ def load_verb(name: str) -> Command:
             raise
         raise UsageError(missing) from None
     one = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-    one.command(name, cls=Command, help=verb.help, epilog=_format_examples(verb.examples), rich_help_panel=group)(
-        getattr(imported, function)
-    )
+    # The first line is empty: typer would remove the indentation.
+    examples = "\n".join(["", "Examples:", *(f"  {example}" for example in verb.examples)])
+    one.command(name, cls=Command, help=verb.help, epilog=examples, rich_help_panel=group)(getattr(imported, function))
     command = typer.main.get_command(one)
     assert isinstance(command, Command)
     return command
-
-
-def _format_examples(examples: Sequence[str]) -> str:
-    """Return the text below the help of a command. Its first line is empty: typer would remove the indentation."""
-    return "\n".join(["", "Examples:", *(f"  {example}" for example in examples)])
 
 
 def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:

@@ -170,7 +170,10 @@ def check_nodes(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[Chec
     if not nodes:
         return
     yield from _check_versions(nodes, here=here)
-    yield from _judge(nodes, _judge_gpus) or [_ok("GPUs", _count_gpus(nodes) + _describe_hidden(nodes))]
+    shown = sum(node.torch.cuda_devices for node in nodes if node.torch)
+    is_equal = shown == sum(len(node.gpus) for node in nodes)
+    hidden = "" if is_equal else f". CUDA shows {shown}. Check CUDA_VISIBLE_DEVICES and MIG"
+    yield from _judge(nodes, _judge_gpus) or [_ok("GPUs", _count_gpus(nodes) + hidden)]
     if len({gpu.name for node in nodes for gpu in node.gpus}) > 1 or len({len(node.gpus) for node in nodes}) > 1:
         each = ", ".join(f"{node.label}: {_count_gpus([node])}" for node in nodes)
         fix = "measure the slowdown with pipeline benchmark FILE, or leave the slowest node out"
@@ -241,13 +244,6 @@ def _judge(nodes: Sequence[NodeFacts], judge: Callable[[NodeFacts], CheckResult 
 def _count_gpus(nodes: Sequence[NodeFacts]) -> str:
     counts = Counter(gpu.name for node in nodes for gpu in node.gpus)
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none (training runs on the CPU)"
-
-
-def _describe_hidden(nodes: Sequence[NodeFacts]) -> str:
-    """Return the number of GPUs that CUDA shows, if the driver lists others."""
-    shown = sum(node.torch.cuda_devices for node in nodes if node.torch)
-    is_equal = shown == sum(len(node.gpus) for node in nodes)
-    return "" if is_equal else f". CUDA shows {shown}. Check CUDA_VISIBLE_DEVICES and MIG"
 
 
 def find_store(uri: str | None) -> str:

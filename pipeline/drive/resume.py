@@ -69,7 +69,10 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     """
     found = [(folder, opened) for folder, opened in find_runs(file.experiment, role=role) if is_listed(folder)]
     found.sort(key=lambda run: read_status(run[0]) == "FINISHED")
-    own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
+    # A run of a file that no longer exists is taken for this one's: the file was renamed.
+    own = next(
+        (one for one, opened in found if opened.file in ("", file.source) or not Path(opened.file).is_file()), None
+    )
     if found and own is None:
         folder, opened = found[0]
         raise UsageError(
@@ -99,11 +102,6 @@ def find_runs(experiment: Experiment, *, role: str = "main") -> list[tuple[Path,
 def warn_of_damage(error: str) -> None:
     """Print once that a run is left out, since its journal is damaged."""
     write(OptionalConsole(stderr=True, highlight=False), f"warning: not used: {error}", style="yellow")
-
-
-def _is_of_another(file: ExperimentFile, source: str) -> bool:
-    """Return whether a run was started with a different file that still exists; a missing one was renamed."""
-    return source not in ("", file.source) and Path(source).is_file()
 
 
 def is_longer(now: Train, before: Train) -> bool:

@@ -145,7 +145,7 @@ def _iter_found(component: Component, *, key: str, allowed: tuple[str, ...]) -> 
 
 
 def _check_arguments(found: _Found, passed: Sequence[str]) -> Iterator[Problem]:
-    """Find keywords that the callable doesn't take, required ones that are missing, and texts in place of numbers."""
+    """Find unknown keywords, required ones that are missing, and texts that should be numbers."""
     key, target, given = found.key, found.component.target, found.component.arguments
     try:
         parameters = list(inspect.signature(found.function).parameters.values())

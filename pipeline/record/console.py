@@ -57,8 +57,7 @@ class Console:
                 write(self._warnings, f"{self.run.label or event.trial}: warning: {event.message}", style="yellow")
             case Finished():
                 self.close()
-                told = _format_finished(event) if self.run.is_training else _format_timed(event)
-                self._write(*told)
+                self._write(*(_format_finished if self.run.is_training else _format_timed)(event))
             case events.Evaluated():
                 self.close()
                 self._write(", ".join(figures(event.values)))
@@ -110,7 +109,7 @@ class Console:
 
 
 class _Display:
-    """What is done now: on a terminal a bar and lines below, elsewhere a plain line every ten seconds."""
+    """Display of what is done now: on a terminal a bar and lines below, elsewhere a plain line every ten seconds."""
 
     def __init__(self, stdout: rich.console.Console, label: str = "", *, redirects: bool = True) -> None:
         self._stdout, self._label, self._redirects = stdout, label, redirects
@@ -212,6 +211,5 @@ def _format_finished(event: Finished) -> list[str]:
 
 def _format_timed(event: Finished) -> list[str]:
     """Say of a baseline or of a configuration that it was timed: its loss is that of a few steps."""
-    result, ready = event.result, event.time_to_first_step_s
-    first = [] if ready is None else [f"first step after {ready:.1f} s"]
-    return [f"timed, not trained: {figure(result.samples_per_second.median)} samples/s", *first]
+    first = [] if (ready := event.time_to_first_step_s) is None else [f"first step after {ready:.1f} s"]
+    return [f"timed, not trained: {figure(event.result.samples_per_second.median)} samples/s", *first]

@@ -103,7 +103,7 @@ class _Lock:
         self._done = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock, if nobody has it."""
+        """Acquire the lock, if nobody holds it."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         give_up = time.monotonic() + _PATIENCE_S
         while (holder := _find_holder(self._path, self._file, fcntl.LOCK_EX)) is not None:

@@ -177,7 +177,13 @@ def judge_together(answers: Sequence[Answer]) -> list[Answer]:
     """
     open_ = [index for index, one in enumerate(answers) if one.found.size > 1 and one.verdict != "identical"]
     judged, level, is_clear = list(answers), CONFIDENCE, True
-    for rank, index in enumerate(sorted(open_, key=lambda index: _p_value(answers[index].found))):
+
+    def p_value(index: int) -> float:
+        """Return the probability of a mean as far from 0 by chance."""
+        found = answers[index].found
+        return chance_of(found.value, half_width=found.high - found.value, size=found.size)
+
+    for rank, index in enumerate(sorted(open_, key=p_value)):
         one = answers[index]
         if is_clear:  # else the level stays that of the first one that is not, at which this one is not clear either
             level = 1 - (1 - CONFIDENCE) / (len(open_) - rank)
@@ -187,11 +193,6 @@ def judge_together(answers: Sequence[Answer]) -> list[Answer]:
         more = _find_more(one.differences, confidence=level) if verdict == "inconclusive" else None
         judged[index] = one._replace(verdict=verdict, more_pairs=more, found=found)
     return judged
-
-
-def _p_value(found: Estimate) -> float:
-    """Return the probability of a mean as far from 0 by chance."""
-    return chance_of(found.value, half_width=found.high - found.value, size=found.size)
 
 
 def _ends(found: Estimate) -> dict[str, float | None]:

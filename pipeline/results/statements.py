@@ -113,6 +113,9 @@ def _fields(row: Row, other: Row, ratio: Estimate) -> dict[str, str]:
     shown = Fact(key="efficiency", value=None, unit="%")
     if efficiency is not None:
         shown = Fact(key="efficiency", value=efficiency.value, low=efficiency.low, high=efficiency.high, unit="%")
+    first = ""
+    if check:
+        first = f"up to {figure(check.first, digits=2)}" if math.isfinite(check.first) else "a loss that is not finite"
     inverse = Estimate(1 / ratio.value, 1 / ratio.high, 1 / ratio.low if ratio.low > 0 else math.inf, ratio.size)
     return {
         "name": name,
@@ -128,7 +131,7 @@ def _fields(row: Row, other: Row, ratio: Estimate) -> dict[str, str]:
         "slower_high": _format(inverse.high, inverse),
         "efficiency": format_fact(shown, with_interval=shown.is_wide),
         "steps": str(FIRST_STEPS),
-        "first": _format_difference(check.first) if check else "",
+        "first": first,
         "tolerance": figure(check.tolerance) if check else "",
     }
 
@@ -139,7 +142,3 @@ def _format(value: float, ratio: Estimate) -> str:
         return f"over {FAR:g}x"
     ends = {"low": ratio.low, "high": ratio.high} if ratio.size else {}
     return format_fact(Fact(key="ratio", value=value, unit="x", **ends), with_interval=False)
-
-
-def _format_difference(value: float) -> str:
-    return f"up to {figure(value, digits=2)}" if math.isfinite(value) else "a loss that is not finite"

@@ -184,7 +184,8 @@ def _explain_loss(error: Exception) -> str:
     outputs, targets = calls[-1].f_locals["input"], calls[-1].f_locals["target"]
     for name, value in (("outputs", outputs), ("targets", targets)):
         if not isinstance(value, Tensor):
-            return f"needs a tensor of {name}, but got {_kind(value)}; set `task:` to a class that selects the tensor"
+            given = describe(value) if isinstance(value, Mapping | tuple | list) else f"a {type(value).__name__}"
+            return f"needs a tensor of {name}, but got {given}; set `task:` to a class that selects the tensor"
     given = f"gets {describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
     if calls[-1].f_code in _CLASSES and (targets.shape != outputs.shape or outputs.ndim < 2):
         return _explain_classes(outputs, targets, given, ignored=calls[-1].f_locals.get("ignore_index", -100))
@@ -212,7 +213,3 @@ def _explain_classes(outputs: Tensor, targets: Tensor, given: str, *, ignored: i
     if low >= 0:
         remedy = f"give the model {high + 1} outputs, or number the classes from 0"
     return f"{given}. Targets are from {low} to {high}, but {count} classes are numbered 0 to {count - 1}; {remedy}"
-
-
-def _kind(value: object) -> str:
-    return describe(value) if isinstance(value, Mapping | tuple | list) else f"a {type(value).__name__}"
