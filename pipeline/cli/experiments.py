@@ -1,6 +1,6 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -26,9 +26,6 @@ from pipeline.commands.options import (
     with_address,
 )
 from pipeline.system import begin_stage, end_stage, undisturbed
-
-if TYPE_CHECKING:
-    pass
 
 
 def run(

@@ -7,7 +7,7 @@ import logging
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -241,7 +241,7 @@ def invoked(
     for note in plan.notes:
         write(terminal.warnings, f"note: {note}")
     initial: Weights | None = None
-    with suppress(*([ExperimentError] if folder is not None else [])):  # they may be gone, see `planning`
+    with suppress(ExperimentError) if folder is not None else nullcontext():  # they may be gone, see `planning`
         initial = find_initial(plan.experiment)
     shown: list[Result] = []
     folders: list[Path] = []

@@ -398,7 +398,6 @@ def main() -> NoReturn:
     The end of standard input means that Ray Tune stopped the trial, or that the parent process is gone: then it saves a
     checkpoint and ends. The exit code is that of ``pipeline run``.
     """
-    code = 0
     signal.signal(signal.SIGTERM, terminate)
     plan, record = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     folder = plan.folder / name_folder(record.number)
@@ -408,6 +407,7 @@ def main() -> NoReturn:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_parent, name="lifeline", daemon=True).start()
+    code = 0
     try:
         with importable(Path.cwd()), huge_pages():
             with undisturbed():

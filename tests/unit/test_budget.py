@@ -27,7 +27,7 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "": 1_140,
     "api": 493,
-    "cli": 702,
+    "cli": 699,
     "commands": 4_772,
     "data": 1_026,
     "drive": 1_075,
