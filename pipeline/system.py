@@ -207,9 +207,6 @@ def hold_lock(path: Path, *, patience_s: float) -> Iterator[None]:
     """Hold a lock of this machine inside the block; it ends with the process. Without locks it is given at once.
 
     It is for blocks that look first if their work has been done: the lock's file is removed once it has.
-
-    Raises:
-        TimeoutError: another process has held it for ``patience_s`` seconds.
     """
     deadline = time.monotonic() + patience_s
     with path.open("ab") as file:

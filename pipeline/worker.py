@@ -61,18 +61,7 @@ class WorkerFailed(Exception):
 def run(
     trial: Trial, rank: Rank, outbox: Outbox, *, store: Store | None = None, end: Callable[[], object] | None = None
 ) -> bool:
-    """Run a trial on this rank; send its result or its error to the driver. Return False if it was asked to stop.
-
-    Args:
-        trial: the trial.
-        rank: the rank of this process.
-        outbox: sends events to the driver.
-        store: where the ranks meet; by default at MASTER_ADDR and MASTER_PORT, where rank 0 opens it.
-        end: ends this process when it hangs; None in a process that records, where a hang is only reported.
-
-    Raises:
-        WorkerFailed: after the failure has been reported.
-    """
+    """Run a trial on this rank; send its result or its error to the driver. Return False if it was asked to stop."""
     system.raise_limit_of_open_files()
     torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.

@@ -160,11 +160,7 @@ def compare(
 
 
 def _parse_target(text: str | None) -> float | None:
-    """Parse ``--target``.
-
-    Raises:
-        UsageError: it is neither a number nor auto.
-    """
+    """Parse ``--target``."""
     if text is None or text == "auto":
         return None
     try:
@@ -177,11 +173,7 @@ def _parse_target(text: str | None) -> float | None:
 
 
 def _compare_runs(words: Sequence[str], asked: Mapping[str, object], *, directory: Path) -> "Result":
-    """Compare recorded runs.
-
-    Raises:
-        UsageError: the runs can't be compared.
-    """
+    """Compare recorded runs."""
     from pipeline.commands.compared_runs import Question, compare_runs
 
     found = [one for word in words for one in _trials(summary_of(word, directory))]

@@ -100,18 +100,7 @@ def benchmark(
     terminal: Terminal,
     show: Callable[[Result, Path], None] | None = None,
 ) -> None:
-    """Measure configurations, and end in a result of what was measured, also if interrupted.
-
-    Args:
-        file: the experiment.
-        request: what to measure.
-        verbose: True to show the workers' output.
-        terminal: shows progress, warnings and the result.
-        show: gets the result and the folder of the run, e.g. to print it as JSON.
-
-    Raises:
-        PipelineError: ready to be shown; after the result, if anything could be measured.
-    """
+    """Measure configurations, and end in a result of what was measured, also if interrupted."""
     refuse_outer_launcher("benchmark")
     check_request(request, file.experiment)
     with planning(file) as (allowed, resources):
@@ -130,11 +119,7 @@ def benchmark(
 
 
 def check_request(request: Request, experiment: Experiment) -> None:
-    """Refuse what contradicts itself or the experiment, whatever the machine.
-
-    Raises:
-        UsageError: the request is wrong; ExperimentError: the experiment can't be predicted.
-    """
+    """Refuse what contradicts itself or the experiment, whatever the machine."""
     if request.network is not None and not request.predict:
         raise UsageError("--network: is used for predictions only. Add --predict, e.g. --predict 8,64.")
     if request.predict and request.vary:
@@ -166,12 +151,7 @@ def check_request(request: Request, experiment: Experiment) -> None:
 
 
 def make_matrix(file: ExperimentFile, resources: Resources, *, allowed: tuple[str, ...], request: Request) -> Matrix:
-    """Plan the configurations. Every worker of each of them has the same cores.
-
-    Raises:
-        ExperimentError: a varied key is wrong, or the baseline's keys don't go together.
-        ResourceError: not even the baseline can run here, or no two workers to measure the network between.
-    """
+    """Plan the configurations. Every worker of each of them has the same cores."""
     experiment = file.experiment
     for varied in request.vary:
         preflight.check(file.vary({}, *varied))

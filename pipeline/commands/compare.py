@@ -95,11 +95,7 @@ class Same(NamedTuple):
 
 
 def find_same(file: ExperimentFile, origin: Origin, *, hardware: str, turn: str, seeds: Sequence[int]) -> Same:
-    """Find the runs of an experiment with these seeds that are there; with ``turn`` only those trained for it in turn.
-
-    Raises:
-        UsageError: one of them is still running.
-    """
+    """Find the runs of an experiment with these seeds that are there; with ``turn`` only those trained in turn for it."""
     wanted, complete, stopped, others = identify(file.experiment), dict[int, Path](), dict[int, Path](), 0
     for folder, first in find_runs(file.experiment):
         seed = first.params.get("seed", "")
@@ -217,18 +213,7 @@ class Comparison(NamedTuple):
 def plan_comparison(
     variants: Sequence[tuple[str, ExperimentFile]], question: Question, *, pairs: int, concurrent: int = 1
 ) -> Comparison:
-    """Check all variants, and plan their trainings.
-
-    Args:
-        variants: see `pipeline.experiment.variant_files.read_variants`.
-        question: what they are compared by.
-        pairs: number of pairs.
-        concurrent: trainings at the same time.
-
-    Raises:
-        UsageError: the variants have the same settings, or there is no such metric.
-        ExperimentError: a file is wrong; ResourceError: the machine is too small.
-    """
+    """Check all variants, and plan their trainings."""
     refuse_outer_launcher("compare")
     identities = [identify(file.experiment) for _, file in variants]
     if not _list_differing(identities):
@@ -285,11 +270,7 @@ def compare_files(
     verbose: bool = False,
     show: Callable[[Result, Path], None] | None = None,
 ) -> None:
-    """Train what is missing, and end in the answer, which is recorded as a run of its own.
-
-    Raises:
-        PipelineError: ready to be shown; TrainingError also after an answer, if some trainings failed.
-    """
+    """Train what is missing, and end in the answer, which is recorded as a run of its own."""
     there = comparison.find()
     tell, notes = partial(write, terminal.progress), list[str]()
     for note in dict.fromkeys(
@@ -353,11 +334,7 @@ def compare_files(
 def _train(
     missing: Sequence[_Todo], comparison: Comparison, *, tell: Callable[[str], None], verbose: bool
 ) -> list[str]:
-    """Train what is missing with ``pipeline run``; return what failed, with the reason.
-
-    Raises:
-        KeyboardInterrupt: the trainings were stopped, with a checkpoint, as the same command continues them.
-    """
+    """Train what is missing with ``pipeline run``; return what failed, with the reason."""
     waiting, running, failures = deque(enumerate(missing)), dict[int, _Process](), list[str]()
     free, gpus = deque(range(comparison.concurrent)), [*visible_gpus()]
     share, began, done = len(gpus) // comparison.concurrent, time.monotonic(), 0

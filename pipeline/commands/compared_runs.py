@@ -76,11 +76,7 @@ class SeededRun(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """Its seed; 0 unless the file has one.
-
-        Raises:
-            UsageError: the run's journal has no number there.
-        """
+        """Its seed; 0 unless the file has one."""
         text = self.opened.params.get("seed", "0")
         if not (text.isascii() and text.isdecimal()):
             raise UsageError(f"{self.run.run} cannot be compared: its seed is {text!r}, not a number")
@@ -132,11 +128,7 @@ def _defaults() -> Mapping[str, str]:
 
 
 def read_training(run: RunSummary) -> SeededRun:
-    """Read a recorded training.
-
-    Raises:
-        UsageError: it is not a training.
-    """
+    """Read a recorded training."""
     if run.command != "run":
         raise UsageError(f"{run.run} is a {run.command}, not a training, so it can't be compared with others")
     events = list(journal.marked(run.folder / journal.FILE_NAME, "started", "finished"))
@@ -150,9 +142,6 @@ def divide(trainings: Sequence[SeededRun]) -> tuple[list[Variant], list[str]]:
     """Divide trainings into variants, in the order in which they are named; return notes on those left out, too.
 
     Two trainings are two variants in any case: their code or machine may differ.
-
-    Raises:
-        UsageError: all are of one variant.
     """
     groups: dict[frozenset[tuple[str, str]], list[SeededRun]] = {}
     for one in trainings:
@@ -193,9 +182,6 @@ def choose_metric(
     """Return the metric to compare by, and the direction in which it improves.
 
     It is the one asked for, or that of ``checkpoint.best``; on a test set if all have it.
-
-    Raises:
-        UsageError: the trainings that completed have no such metric, or none at all; its direction is unknown.
     """
     complete = [one for one in trainings if one.metrics]
     first = (complete or trainings)[0]
@@ -269,9 +255,6 @@ def compare_runs(runs: Sequence[RunSummary], question: Question = Question()) ->
     """Pair recorded runs, in the order in which they were named: each variant with the first; and list what differs.
 
     Runs that are not all trainings are two, and have no answer.
-
-    Raises:
-        UsageError: there is no such metric, or only one variant.
     """
     other = next((one for one in runs if one.command != "run"), None)
     if other is not None and question.metric is not None:
@@ -340,11 +323,7 @@ def _iter_apart(
 def make_result(
     variants: Sequence[Variant], question: Question, *, notes: Sequence[str] = (), can_train: bool = False
 ) -> Result:
-    """Compare each of several variants, which have at least one run each, with the first.
-
-    Raises:
-        UsageError: there is no such metric. Without a metric in the question, a note says so.
-    """
+    """Compare each of several variants, which have at least one run each, with the first."""
     first, *rest = variants
     trained = [one for variant in variants for one in variant.runs.values()]
     told = list(notes)

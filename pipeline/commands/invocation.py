@@ -69,10 +69,6 @@ def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[t
     """Check the file, yield the packages that it may name and the resources; give problems their line in the file.
 
     A run that ``resumes`` has its weights from a checkpoint, so those that it started from may be gone.
-
-    Raises:
-        ExperimentError: the file is wrong.
-        ResourceError: the machine or the cluster is too small, or can't be reached.
     """
     begin_stage("importing torch, checking the experiment")
     allowed, parallel = preflight.check(file, with_weights=not resumes), file.experiment.parallel
@@ -165,12 +161,7 @@ class Invocation:
             self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
 
     def finish(self, result: Result, *, draws: bool = True) -> None:
-        """Save and record the result that the command ends in, to be shown once the run is closed.
-
-        Args:
-            result: the result, without ``run`` and ``places``.
-            draws: True to write its page, with figures.
-        """
+        """Save and record the result that the command ends in, to be shown once the run is closed."""
         self.recorder.summary = mlflow_names.describe(result)
         if draws:
             begin_stage("drawing the report")
@@ -205,12 +196,7 @@ class Invocation:
 
     @contextmanager
     def unharmed(self, what: str) -> Iterator[None]:
-        """Turn an unexpected error inside into a warning: the measurements are in the journal.
-
-        Raises:
-            PipelineError: meant for the user.
-            OSError: nothing can be written.
-        """
+        """Turn an unexpected error inside into a warning: the measurements are in the journal."""
         try:
             yield
         except (PipelineError, OSError):

@@ -42,23 +42,7 @@ def run(
     allow_changed: bool = False,
     member: Membership | None = None,
 ) -> None:
-    """Measure the baseline, train, and report the speedup.
-
-    Args:
-        file: the experiment.
-        with_baseline: True to also measure the baseline of the speedup.
-        verbose: True to show the workers' output.
-        terminal: shows progress, warnings and the result.
-        train_only: True to measure nothing: no baseline, no step-time breakdown.
-        quick: True to time a few steps only, and to print how long the whole training will take.
-        show: gets the result and the folder of the run, e.g. to print it as JSON.
-        resume: the run to resume, see `pipeline.drive.resume.earlier`; None starts a new one.
-        allow_changed: True if learning rates, the length and the data of the resumed training may differ.
-        member: given for a run that is a trial of a sweep.
-
-    Raises:
-        PipelineError: ready to be shown.
-    """
+    """Measure the baseline, train, and report the speedup."""
     if is_follower():  # rank 0 is the driver
         follow(file.experiment)
         return
@@ -156,9 +140,6 @@ def dry_run(
     """Describe the plan in words or as JSON; load the data to count its samples, start nothing.
 
     Within an outer launcher rank 0 describes the plan for all ranks; the others return an empty text.
-
-    Raises:
-        PipelineError: as far as `run` would raise it before it starts anything.
     """
     if is_follower():
         follow(file.experiment)

@@ -176,11 +176,7 @@ def find_space(parameter: Parameter) -> Any:
 
 
 def make_searcher(plan: SweepPlan, begun: Sequence[SweptTrial]) -> Any:
-    """Return Ray Tune's search with Optuna, after the trials that have begun in an earlier session.
-
-    Raises:
-        ResourceError: Optuna is not installed.
-    """
+    """Return Ray Tune's search with Optuna, after the trials that have begun in an earlier session."""
     try:
         import optuna
     except ImportError as error:
@@ -212,12 +208,7 @@ def sweep(
     terminal: Terminal,
     show: Callable[[Result, Path], None] | None = None,
 ) -> None:
-    """Train an experiment with several values concurrently and end in the best one.
-
-    Raises:
-        PipelineError: ready to be shown; TrainingError if all trials failed, or some didn't end; ResourceError if
-            some didn't end because the cluster had no room for them.
-    """
+    """Train an experiment with several values concurrently and end in the best one."""
     refuse_outer_launcher("sweep")
     plan, before = make(file), None
     if resume is not None:

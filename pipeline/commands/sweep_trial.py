@@ -265,9 +265,6 @@ def train_trial(config: Mapping[str, Any], plan: SweepPlan) -> None:
     """Train a trial in a process and report its evaluations to Ray Tune, those of earlier sessions first.
 
     A trial that ended in an earlier session is not trained again. Tune stops a trial early in ``tune.report``.
-
-    Raises:
-        TrialFailed: the trial failed, or was interrupted.
     """
     from ray import tune  # not in the process
 

@@ -76,10 +76,6 @@ def recorded(
 
     A run is resumed if its ``folder`` is given. One that has ended may be added to (``adds``): it keeps its status and
     duration, and its description unless there is a new summary. ``--resume`` finds a run by its ``source``, a file.
-
-    Raises:
-        ResourceError: the run's folder or the tracking store can't be written, now or later.
-        UsageError: the run to resume hasn't ended.
     """
     raise_swallowed_interrupt()  # nothing has been made yet
     begin_stage("opening the run")

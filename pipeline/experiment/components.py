@@ -62,11 +62,7 @@ class _Found(NamedTuple):
 
 
 def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the class or function that a component names.
-
-    Raises:
-        ExperimentError: it is not allowed, not found, or its package can't be imported.
-    """
+    """Return the class or function that a component names."""
     return targets.find(component.target, key=key, allowed=allowed)
 
 
@@ -214,9 +210,6 @@ def build(component: Component, *args: object, key: str, allowed: tuple[str, ...
     """Call a component, whose references `references.fill_in` has replaced, with ``args`` and its own arguments.
 
     Nested components are built first.
-
-    Raises:
-        ExperimentError: it can't be found or imported, or raises an exception, which is the cause.
     """
     return bind(component, key=key, allowed=allowed, scheduled=args if key == "scheduler" else ())(*args)
 
@@ -228,9 +221,6 @@ def bind(
 
     ``scheduled`` is the optimizer, if nested components may be schedulers. The function raises ExperimentError in place
     of an exception, which is the cause.
-
-    Raises:
-        ExperimentError: it can't be found or imported, or a nested component can't be built.
     """
     function = resolve(component, key=key, allowed=allowed)
     arguments = _build_inside(component.arguments, key=key, allowed=allowed, scheduled=scheduled)

@@ -37,11 +37,7 @@ def walk(value: object, parts: tuple[Part, ...] = ()) -> Iterator[tuple[tuple[Pa
 
 
 def split(key: str) -> tuple[Part, ...]:
-    """Return the parts of a key; indices in brackets become integers.
-
-    Raises:
-        ValueError: malformed key.
-    """
+    """Return the parts of a key; indices in brackets become integers."""
     if not _WHOLE.fullmatch(key):
         raise ValueError(key)
     return tuple(int(index) if index else name for index, name in _PART.findall(key))

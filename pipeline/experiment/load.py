@@ -112,11 +112,7 @@ class ExperimentFile:
         return tuple(dict.fromkeys(entry for entry in self.places.entries.values() if isinstance(entry, str)))
 
     def vary(self, values: Mapping[str, Any], *overrides: str) -> "ExperimentFile":
-        """Return the experiment without its sweep and with other values, by dotted key, and further overrides.
-
-        Raises:
-            ExperimentError: a value is invalid.
-        """
+        """Return the experiment without its sweep and with other values, by dotted key, and further overrides."""
         tree = deepcopy(dict(self.tree))
         tree.pop("sweep", None)
         read = Source(tree, dict(self.places.entries), self.bases)
@@ -128,22 +124,12 @@ class ExperimentFile:
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
-    """Load an experiment file, with ``key=value`` overrides applied before interpolation.
-
-    Raises:
-        UsageError: the file can't be read, or an override is malformed.
-        ExperimentError: the file is wrong; holds every problem that was found.
-    """
+    """Load an experiment file, with ``key=value`` overrides applied before interpolation."""
     return _check(str(path), _read(str(path)), overrides)
 
 
 def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentFile:
-    """Load an experiment from the contents of a file as dicts, lists, strings and numbers.
-
-    Raises:
-        UsageError: an override is malformed.
-        ExperimentError: a value is wrong; holds every problem that was found.
-    """
+    """Load an experiment from the contents of a file as dicts, lists, strings and numbers."""
     found = list[Problem]()
     for parts, value in keys.walk(values):
         key = keys.join(parts)

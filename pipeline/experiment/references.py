@@ -65,9 +65,6 @@ def fill_in(
 
     Run-time values that are not in ``runtime`` and variables that are not set in this process stay references, see
     `explain_unknown`. With mode "show" all variables do, so that it may be written.
-
-    Raises:
-        ExperimentError: a reference can't be resolved.
     """
     plain = experiment.model_dump(mode="json")
     if "${" not in str(plain):

@@ -54,11 +54,7 @@ _importing: list[str] = []
 
 
 def allowed_packages(start: Path | None = None) -> tuple[str, ...]:
-    """Return the built-in packages and those of the project around ``start`` (default: the working directory).
-
-    Raises:
-        UsageError: the pyproject.toml or its ``[tool.pipeline]`` is malformed.
-    """
+    """Return the built-in packages and those of the project around ``start`` (default: the working directory)."""
     if (file := project_file(start)) is None:
         return BUILT_IN
     section = _tools(file)["pipeline"]
@@ -71,11 +67,7 @@ def allowed_packages(start: Path | None = None) -> tuple[str, ...]:
 
 
 def project_file(start: Path | None = None) -> Path | None:
-    """Find the nearest pyproject.toml with a ``[tool.pipeline]`` section, from ``start`` upwards.
-
-    Raises:
-        UsageError: a pyproject.toml on the way is malformed.
-    """
+    """Find the nearest pyproject.toml with a ``[tool.pipeline]`` section, from ``start`` upwards."""
     folder = (start or Path.cwd()).resolve()
     candidates = (parent / _FILE for parent in (folder, *folder.parents))
     return next((file for file in candidates if file.is_file() and "pipeline" in _tools(file)), None)
@@ -90,11 +82,7 @@ def _tools(file: Path) -> dict[str, object]:
 
 
 def check_not_importing() -> None:
-    """Check that neither a component's module nor the script of a parent process is being imported now.
-
-    Raises:
-        UnguardedScriptError: a script would train again when it is imported.
-    """
+    """Check that neither a component's module nor the script of a parent process is being imported now."""
     import multiprocessing
 
     # as multiprocessing itself checks, in a process that it spawned
@@ -145,11 +133,7 @@ class _UnusableError(Exception):
 
 
 def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the class or function that ``target`` names.
-
-    Raises:
-        ExperimentError: not allowed, not installed, not found, not callable, or its package can't be imported.
-    """
+    """Return the class or function that ``target`` names."""
     try:
         _check_name(target, allowed)
         root, *rest = target.split(".")

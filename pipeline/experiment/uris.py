@@ -37,11 +37,7 @@ def describe_origin(uri: str, *, is_set: bool) -> str:
 
 
 def expand_home(path: str) -> str:
-    """Expand ``~`` at the start of a path or of the path of a SQLite URI.
-
-    Raises:
-        ValueError: the user has no home directory.
-    """
+    """Expand ``~`` at the start of a path or of the path of a SQLite URI."""
     prefix = SQLITE if path.startswith(SQLITE) else ""
     if not (rest := path.removeprefix(prefix)).startswith("~"):
         return path

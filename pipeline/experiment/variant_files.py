@@ -11,12 +11,7 @@ from pipeline.wording import counted
 def read_variants(
     files: Sequence[str], overrides: Sequence[str], *, vary: str | None
 ) -> list[tuple[str, ExperimentFile]]:
-    """Read the variants of a comparison, each with its description: files, or one file with the values of ``vary``.
-
-    Raises:
-        UsageError: there are not at least two variants.
-        ExperimentError: a file is wrong.
-    """
+    """Read the variants of a comparison, each with its description: files, or one file with the values of ``vary``."""
     if vary is not None:
         if len(files) != 1:
             raise UsageError(f"--vary varies one experiment file, and {len(files)} are named")

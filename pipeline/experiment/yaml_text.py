@@ -71,17 +71,7 @@ def format_value(value: object) -> str:
 def parse(
     text: str, *, place: Callable[[int], str], depth: int = 0, in_shell: bool = False
 ) -> tuple[Any, dict[str, int], list[Problem]]:
-    """Parse a YAML document; return its value (None if it is empty), the line of every key, and problems of values.
-
-    Args:
-        text: the document.
-        place: returns the place of a line, counted from 1, in messages.
-        depth: number of sections around the value.
-        in_shell: True for a value on a command line, which may not be empty or have a comment.
-
-    Raises:
-        ExperimentError: not YAML, or too many values or levels; of a value on a command line, also its problems.
-    """
+    """Parse a YAML document; return its value (None if it is empty), the line of every key, and problems of values."""
     reader = _Reader(place, in_shell=in_shell)
     try:
         node = yaml.compose(text, Loader=Loader)

@@ -55,12 +55,7 @@ _NOT_CODE = [".env", "/.git", "/.venv", "/venv", "/runs", "/mlruns", "/mlflow.db
 
 @contextmanager
 def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Connect to the cluster at an address, or start a local Ray (None) that ends with the calling thread.
-
-    Raises:
-        UsageError: the address leads to a dashboard or to Ray Client.
-        ResourceError: no cluster answers at the address, this machine is not one of its nodes, or Ray can't start.
-    """
+    """Connect to the cluster at an address, or start a local Ray (None) that ends with the calling thread."""
     options: dict[str, Any] = {"address": address, "runtime_env": dict(runtime_env or {})}
     if address is None:
         options = {"address": "local", "include_dashboard": False, "num_cpus": resources.detect().cpus}

@@ -183,12 +183,7 @@ def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
 
 @contextmanager
 def leading(experiment: Experiment) -> Iterator[None]:
-    """Lead the other ranks of an outer launcher, if there is one: at the end of the block they learn how it ended.
-
-    Raises:
-        UsageError: the experiment asks for another launcher.
-        ResourceError: the ranks can't be connected.
-    """
+    """Lead the other ranks of an outer launcher, if there is one: at the end of the block they learn how it ended."""
     if (outer := outer_launcher()) is None:
         yield
         return
@@ -214,11 +209,7 @@ def leading(experiment: Experiment) -> Iterator[None]:
 
 
 def check_workers(plan: Plan) -> Plan:
-    """Return the plan, after a check that its trials use all processes of an outer launcher, or one.
-
-    Raises:
-        UsageError: a trial has another number of workers.
-    """
+    """Return the plan, after a check that its trials use all processes of an outer launcher, or one."""
     if (outer := outer_launcher()) is None:
         return plan
     for trial in plan.trials:
@@ -234,13 +225,7 @@ def check_workers(plan: Plan) -> Plan:
 
 
 def follow(experiment: Experiment) -> None:
-    """Be a rank other than 0: work on rank 0's trials, until the end of the run.
-
-    Raises:
-        TrainingError: rank 0 has ended.
-        ResourceError: rank 0 can't be reached.
-        SystemExit: the run has not succeeded; with rank 0's exit code.
-    """
+    """Be a rank other than 0: work on rank 0's trials, until the end of the run."""
     outer = outer_launcher()
     assert outer is not None
     if experiment.parallel.launcher != _LAUNCHER:

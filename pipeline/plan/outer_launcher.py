@@ -58,9 +58,6 @@ def outer_launcher(variables: Mapping[str, str] | None = None) -> OuterLauncher 
 
     Of nested launchers the inner one counts, e.g. torchrun under srun. A single process that srun started is None,
     too: it may start workers itself.
-
-    Raises:
-        UsageError: some variables of a launcher are missing, malformed, or contradict others.
     """
     given = os.environ if variables is None else variables
     is_torchrun = "TORCHELASTIC_RUN_ID" in given

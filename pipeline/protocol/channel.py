@@ -223,10 +223,6 @@ class ChannelOutbox(DirectOutbox):
     """Worker's side of the channel. A thread sends, so that training doesn't wait for the network.
 
     A worker whose driver is gone ends itself, since it would only occupy its devices; it says its ``last_words``.
-
-    Raises:
-        ConnectionError: something else listens at the address.
-        ResourceError: the driver can't be reached.
     """
 
     def __init__(self, address: Address, *, rank: int, folder: Path, last_words: str = "") -> None:
@@ -305,11 +301,7 @@ def open_server(host: str) -> socket.socket:
 
 
 def connect(host: str, port: int, *, subject: str) -> socket.socket:
-    """Connect to the driver; ``subject`` is what can't, in the error's message.
-
-    Raises:
-        ResourceError: the driver can't be reached.
-    """
+    """Connect to the driver; ``subject`` is what can't, in the error's message."""
     try:
         return socket.create_connection((host, port), timeout=CONNECT_S)
     except OSError as error:

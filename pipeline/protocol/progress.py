@@ -43,14 +43,7 @@ def note(message: str, *, subject: str = "") -> None:
 
 
 class ProgressReporter:
-    """Progress of one task; a task of less than half a second is not reported.
-
-    Args:
-        what: name of the task, e.g. "evaluating".
-        total: amount of work; None if unknown.
-        unit: unit of ``total``, e.g. "samples"; "B" for bytes.
-        silent: True for a rank whose work another rank reports.
-    """
+    """Progress of one task; a task of less than half a second is not reported."""
 
     def __init__(self, what: str, *, total: int | None = None, unit: str = "", silent: bool = False) -> None:
         self._what, self._total, self._unit, self._silent = what, total, unit, silent

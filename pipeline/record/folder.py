@@ -57,11 +57,7 @@ class FolderFile(BaseModel):
 
 
 def create(plan: Plan) -> Path:
-    """Create the folder of a new run.
-
-    Raises:
-        ResourceError: it can't be created.
-    """
+    """Create the folder of a new run."""
     root = Path(plan.experiment.tracking.directory)
     command = "" if plan.command == "run" else f"{plan.command}-"
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{plan.experiment.name}-{command}{secrets.token_hex(2)}"
@@ -96,12 +92,7 @@ def trials_of(folder: Path) -> list[Path]:
 
 
 def read_state(folder: Path) -> RunState:
-    """Read the state of a run from its folder.
-
-    Raises:
-        UsageError: it isn't the folder of a run, or its journal is damaged.
-        ExperimentError: its experiment.yaml is damaged.
-    """
+    """Read the state of a run from its folder."""
     opened = journal.opened(folder / journal.FILE_NAME)
     if opened is None:
         raise UsageError(f"{folder}: this run failed before it started. Start a new run.")
@@ -138,11 +129,7 @@ def killed(*, at: float) -> RunClosed:
 
 @contextmanager
 def explain_os_errors(folder: Path) -> Iterator[None]:
-    """Convert the OSError of a full disk, a deleted folder or an unwritable journal to an error for the user.
-
-    Raises:
-        ResourceError: a file inside can't be written.
-    """
+    """Convert the OSError of a full disk, a deleted folder or an unwritable journal to an error for the user."""
     path = folder / journal.FILE_NAME
     try:
         yield

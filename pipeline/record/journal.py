@@ -31,11 +31,6 @@ class Journal:
     """Append-only file of events. An appended event survives a killed driver; the end of a run, a power failure.
 
     A lock file makes sure that there is one writer, and shows readers that the run is running.
-
-    Raises:
-        UsageError: another process on this machine writes to this journal.
-        ResourceError: a process on another machine does.
-        OSError: the file can't be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,11 +205,7 @@ class Tail:
 
 
 def read(path: Path) -> Iterator[AnyEvent]:
-    """Yield all events of a journal in order. A torn last line, left by a power failure, is skipped.
-
-    Raises:
-        UsageError: there is no such journal, or a line before the last is damaged.
-    """
+    """Yield all events of a journal in order. A torn last line, left by a power failure, is skipped."""
     if not path.is_file():
         raise UsageError(f"{path}: no such journal. Name the folder of a run, e.g. runs/<run>")
     torn: int | None = None
@@ -239,11 +230,7 @@ def marked(path: Path, *marks: str) -> Iterator[AnyEvent]:
 
 
 def opened(path: Path) -> RunOpened | None:
-    """Return the event that opened the run; None if it ended before.
-
-    Raises:
-        UsageError: there is no such journal, or its first line is damaged.
-    """
+    """Return the event that opened the run; None if it ended before."""
     first = next(read(path), None)
     return first if isinstance(first, RunOpened) else None
 

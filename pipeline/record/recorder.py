@@ -45,10 +45,6 @@ class Recorder:
     """Writer of a run's journal, which passes each event on to subscribers. Its methods may be called from any thread.
 
     In a folder with a journal it resumes that run: finished trials are known, metrics of repeated steps are dropped.
-
-    Raises:
-        UsageError: another process writes to the journal, or it is damaged.
-        OSError: the journal can't be opened.
     """
 
     def __init__(self, folder: Path, *, subscribers: Sequence[Subscriber]) -> None:

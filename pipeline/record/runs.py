@@ -203,11 +203,7 @@ def last_opened(folder: Path) -> RunOpened:
 
 
 def find_trained(text: str, directory: Path) -> TrainedRun:
-    """Find a run whose model is used: as `find`, but `LATEST` is the newest completed training without ``--quick``.
-
-    Raises:
-        UsageError: as `find`; or no training has completed.
-    """
+    """Find a run whose model is used: as `find`, but `LATEST` is the newest completed training without ``--quick``."""
     if text != LATEST or not (there := folders(directory)):
         return TrainedRun(find(text, directory))
     note = ""
@@ -228,9 +224,6 @@ def find(text: str, directory: Path) -> Path:
 
     `LATEST` is the newest run of any command, whatever became of it.
     The sweep's part of a trial's id may be shortened in the same way: ``latest/trial-003``.
-
-    Raises:
-        UsageError: no run matches, or several do; or the journal of the newest one is damaged.
     """
     if not text:
         raise UsageError("the name of a run is empty. Name a run, or latest.")

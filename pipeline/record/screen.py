@@ -48,12 +48,7 @@ class Terminal(NamedTuple):
 
     @classmethod
     def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":
-        """Return the consoles: the result goes to standard output, everything else to standard error.
-
-        Args:
-            as_json: standard output is one JSON document, so the result for people goes to standard error, too.
-            quiet: no progress.
-        """
+        """Return the consoles: the result goes to standard output, everything else to standard error."""
         stderr = OptionalConsole(
             highlight=False, file=sys.stderr, stderr=True
         )  # a later one may be an export's, unseen

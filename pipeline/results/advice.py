@@ -40,14 +40,7 @@ class _Finding(NamedTuple):
 
 
 def advise(rows: Sequence[Row], own: Row, *, experiment: Experiment, cores: int | None) -> tuple[Advice, ...]:
-    """Return what is recommended: what was measured first, then suggestions, by the time that they save.
-
-    Args:
-        rows: all rows.
-        own: the row of the file's ``parallel`` section.
-        experiment: the experiment as declared in its file.
-        cores: cores of each node; None if unknown.
-    """
+    """Return what is recommended: what was measured first, then suggestions, by the time that they save."""
     better = _better_row(rows, own, experiment)
     fixes = [*_straggler(own), *_slow_link(own, rows, experiment)]
     if better is not None and any(fix.gain > better.gain for fix in fixes):

@@ -40,19 +40,7 @@ def result_of_benchmark(
     missing: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Result:
-    """Return the result of a benchmark; it has no ``run`` and no ``places`` yet.
-
-    Args:
-        entries: the rows of its table, the baseline first if it was measured.
-        declared: row of the file's own configuration; None if it was not measured.
-        hardware: description of the machine.
-        command: shell command of the benchmark; empty if it was started from Python.
-        cores: cores of each node.
-        repeats: number of measurements of each configuration.
-        is_complete: True if it was not interrupted.
-        missing: why configurations were not measured.
-        notes: what predicted rows are based on.
-    """
+    """Return the result of a benchmark; it has no ``run`` and no ``places`` yet."""
     rows = [entry for entry in entries if isinstance(entry, Row)]
     main, name = find_main(rows), rows[0].trial.experiment.name
     next_steps = tuple(iter_decision(main, command=command))
@@ -117,15 +105,7 @@ def is_pair(trial: Trial, experiment: Experiment) -> bool:
 def predict_rows(
     rows: Sequence[Row], costs: Mapping[str, Costs], *, alone: Row, counts: Sequence[int], network: Link | None
 ) -> tuple[list[Entry], list[str]]:
-    """Return a row for each number of workers to predict, and what the prediction is based on.
-
-    Args:
-        rows: what was measured, the baseline first.
-        costs: costs by trial: of one worker, and of several unless the network is given.
-        alone: row of one worker.
-        counts: numbers of workers.
-        network: the given network; None to use the measured one.
-    """
+    """Return a row for each number of workers to predict, and what the prediction is based on."""
     experiment = rows[0].trial.experiment  # that of the file; other rows may have overrides
     together = next((one for one in costs.values() if one.world_size > 1), None)
     workload = make_workload(

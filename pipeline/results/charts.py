@@ -65,12 +65,7 @@ def read_course(name: str, losses: Sequence[float], events: Iterable[AnyEvent], 
 
 
 def iter_figures(result: Result, courses: Sequence[Course] = ()) -> Iterator[tuple[str, str, str]]:
-    """Yield title, SVG and caption of each figure for the page.
-
-    Args:
-        result: the result, whose tables have the throughput of configurations and the parts of their steps.
-        courses: courses of its trainings, the best one first.
-    """
+    """Yield title, SVG and caption of each figure for the page."""
     drawn = [course for course in courses if sum(map(math.isfinite, course.losses)) > 1]
     if drawn:
         span = _find_span(len(drawn[0].losses))

@@ -107,12 +107,7 @@ class Goodput(Recorded):
 
 
 class WallClock:
-    """Account of one training's wall clock. A recorder's subscriber.
-
-    Args:
-        trial: name of the training.
-        events: events of the run so far, from its journal.
-    """
+    """Account of one training's wall clock. A recorder's subscriber."""
 
     def __init__(self, trial: str, events: Iterable[AnyEvent] = ()) -> None:
         self._trial = trial

@@ -35,14 +35,7 @@ class Entry(NamedTuple):
 def speedup_table(
     entries: Sequence[Row | Entry], *, main: Row, has_intervals: bool | None = None, notes: Iterable[str] = ()
 ) -> Table:
-    """Return the table of throughput, speedup and loss, the losses that differ explained in notes below.
-
-    Args:
-        entries: rows in their order, also such as were not measured.
-        main: the row that the result is about.
-        has_intervals: True to show the interval of each speedup; by default unless all are clear.
-        notes: further notes below the table.
-    """
+    """Return the table of throughput, speedup and loss, the losses that differ explained in notes below."""
     rows = [entry for entry in entries if isinstance(entry, Row)]
     ratios = [ratio for row in rows if (ratio := row.ratio) is not None]
     if has_intervals is None:
@@ -182,18 +175,7 @@ def result_of_run(
     option: str = "",
     cores: int | None = None,
 ) -> Result:
-    """Return the result of a training, and of what it was compared with; it has no ``run`` and no ``places`` yet.
-
-    Args:
-        rows: the rows, the training last.
-        hardware: description of the machine.
-        command: shell command of the run; empty if it was started from Python.
-        goodput: use of the training's wall clock.
-        happened: notes on what changed the training on its way, e.g. another number of workers.
-        missing: why no baseline was measured; empty if one was, or if it is the same training.
-        option: option of the command that left the measurements out.
-        cores: cores of each node; None if unknown.
-    """
+    """Return the result of a training, and of what it was compared with; it has no ``run`` and no ``places`` yet."""
     main = find_main(rows)
     result, train_only = main.result, bool(option)
     next_steps = tuple(iter_decision(main, command=command))

@@ -12,13 +12,7 @@ FILE_NAME = "report.html"
 
 
 def render(result: Result, *, about: Mapping[str, str], figures: Sequence[tuple[str, str, str]] = ()) -> str:
-    """Return the page.
-
-    Args:
-        result: the result.
-        about: facts on the run by their names, e.g. "Started" and "Command"; a long one is folded.
-        figures: title, SVG and caption of each figure, in their order.
-    """
+    """Return the page."""
     tiles = [fact for fact in result.facts if fact.value is not None][:4]
     return _template().render(result=result, about=about, figures=figures, tiles=tiles)
 

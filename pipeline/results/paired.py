@@ -112,16 +112,7 @@ def answer(
     apart: float | None = None,
     margin: float | None = None,
 ) -> Answer:
-    """Answer which of two variants is better.
-
-    Args:
-        values: value of the metric of the first and of the second variant, by seed; at least one.
-        metric: name of the metric.
-        direction: direction in which it improves.
-        is_rate: True if the difference is in points, see `is_rate`.
-        apart: largest share by which a loss or a value differs within a pair; None if losses are not known.
-        margin: difference up to which they count as equal, in points for a rate.
-    """
+    """Answer which of two variants is better."""
     scale = _POINTS if is_rate else 1.0
     differences = tuple(scale * (second - first) for first, second in values.values())
     found = mean_of_independent(differences)

@@ -95,11 +95,7 @@ class Prediction(NamedTuple):
 
 
 def parse_link(text: str) -> Link:
-    """Parse a link given as bandwidth and latency, e.g. "10Gbit,50us".
-
-    Raises:
-        UsageError: the text can't be parsed, or the bandwidth is 0.
-    """
+    """Parse a link given as bandwidth and latency, e.g. "10Gbit,50us"."""
     first, _, last = (part.strip() for part in text.partition(","))
     bandwidth, latency = _BANDWIDTH.fullmatch(first), _LATENCY.fullmatch(last)
     if not bandwidth or not latency:

@@ -137,20 +137,12 @@ class Result(Frozen):
 
 
 def save(result: Result, folder: Path) -> None:
-    """Write ``result.json`` into a run's folder, atomically.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Write ``result.json`` into a run's folder, atomically."""
     write_atomically(folder / FILE_NAME, result.model_dump_json(indent=1) + "\n")
 
 
 def read(folder: Path) -> Result | None:
-    """Read the result of a run; None if its command hasn't ended with one.
-
-    Raises:
-        UsageError: the file is damaged, or another version wrote it.
-    """
+    """Read the result of a run; None if its command hasn't ended with one."""
     try:
         return Result.model_validate_json((path := folder / FILE_NAME).read_bytes())
     except FileNotFoundError:

@@ -242,16 +242,7 @@ def is_unmeasurable(ratio: Estimate) -> bool:
 
 
 def measure_rows(trials: Sequence[Trial], finished: Iterable[Finished], *, order: Sequence[str] = ()) -> list[Row]:
-    """Return a row for each trial that has finished, once or several times, compared with the baseline.
-
-    Args:
-        trials: all planned trials; those with ``repeat`` above 0 are ignored.
-        finished: ends of the trials.
-        order: names of the cells of a benchmark in the order of its table; the default is that of the trials.
-
-    Returns:
-        The baseline first, then references by their replicas, cells, and the training.
-    """
+    """Return a row for each trial that has finished, compared with the baseline: that first, the training last."""
     ends: dict[str, list[Finished]] = {}
     for end in finished:
         ends.setdefault(end.result.trial, []).append(end)
@@ -333,13 +324,7 @@ def _over(spreads: Sequence[Spread]) -> Spread:
 
 
 def iter_facts(row: Row, *, start_s: float = 0.0, training_s: float | None = None) -> Iterator[Fact]:
-    """Yield the numbers of a row, each defined here alone; one that is not known has no value.
-
-    Args:
-        row: the row.
-        start_s: startup of the training, for rows that ran beside it.
-        training_s: estimated time of the whole training; None: that of its samples at the row's throughput.
-    """
+    """Yield the numbers of a row, each defined here alone; one that is not known has no value."""
     result, parts, ratio, efficiency, check = row.result, row.result.parts, row.ratio, row.efficiency, row.loss_check
 
     def fact(key: str, value: float | None, label: str, unit: str = "", ends: Estimate | None = None) -> Fact:

@@ -304,10 +304,6 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
 
     ``to`` is the URI of another store, with credentials, in place of its own and its loggers. With ``only_first`` the
     run is opened and no more.
-
-    Raises:
-        UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.
-        ResourceError: the store can never keep results.
     """
     path = folder / journal.FILE_NAME
     opened, last = None, None

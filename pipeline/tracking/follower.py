@@ -32,9 +32,6 @@ class Follower:
 
     From a background thread it calls ``warn`` when an outage starts and when it ends, and ``opened`` with the address
     of the run once a server has it, unless that is after the run's end. ``own`` are the names of the user's loggers.
-
-    Raises:
-        OSError: the process can't be started.
     """
 
     def __init__(

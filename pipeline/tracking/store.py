@@ -51,14 +51,7 @@ def with_credentials(uri: str) -> str:
 
 
 def check_store(uri: str) -> str | None:
-    """Check before training that the store can keep results. Creates nothing.
-
-    Returns:
-        A warning if a server doesn't answer now, else None. Training continues; results wait in the journal.
-
-    Raises:
-        ResourceError: the store can never keep results.
-    """
+    """Check before training that the store can keep results; return a warning if a server doesn't answer now."""
     shown = without_credentials(uri)
     if problem := problem_of(uri):
         raise ResourceError(f"tracking.uri: is {shown}; {problem}")

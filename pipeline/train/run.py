@@ -24,13 +24,7 @@ _LIMIT_S = 2.0
 
 
 def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
-    """Run a trial on this rank. All ranks return the same result; rank 0 sends the events. Collective.
-
-    Raises:
-        ExperimentError: the experiment can't be trained as it is written.
-        TrainingError: training failed, e.g. the loss is not finite.
-        Stopped: the driver asked for it; the newest checkpoint is of the last step.
-    """
+    """Run a trial on this rank. All ranks return the same result; rank 0 sends the events. Collective."""
     return complete(build(share_addresses(trial, rank=rank), rank=rank, outbox=outbox))
 
 
