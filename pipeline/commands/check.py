@@ -65,7 +65,7 @@ def list_problems(error: PipelineError | None) -> list[dict[str, str]]:
 
 
 def check_file(name: str, overrides: Sequence[str], *, with_data: bool) -> str:
-    """Check a file, with its data and weights and with a batch if asked to; return why no batch was tried, or nothing."""
+    """Check a file, with data, weights and a batch if asked to; return why no batch was tried. It prints nothing."""
     with suppress(OSError, ValueError):  # where standard error is no file
         faulthandler.enable()  # a crash in native code ends the command, with its stack
     begin_stage(f"checking {name}")

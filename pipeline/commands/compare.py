@@ -95,7 +95,7 @@ class Same(NamedTuple):
 
 
 def find_same(file: ExperimentFile, origin: Origin, *, hardware: str, turn: str, seeds: Sequence[int]) -> Same:
-    """Find the runs of an experiment with these seeds that are there; with ``turn`` only those trained in turn for it."""
+    """Find the runs of an experiment with these seeds that are there; with ``turn`` only those trained in that turn."""
     wanted, complete, stopped, others = identify(file.experiment), dict[int, Path](), dict[int, Path](), 0
     for folder, first in find_runs(file.experiment):
         seed = first.params.get("seed", "")

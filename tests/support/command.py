@@ -119,7 +119,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 class WholeRun(NamedTuple):
-    """A run of experiments/mlp.yaml under Ray with everything, in a git repository with a change."""
+    """A run of experiments/mlp.yaml in fp64 under Ray with everything, in a git repository with a change."""
 
     cwd: Path
     folder: Path
@@ -132,7 +132,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
     subprocess.run([*git, "init", "--quiet"], cwd=cwd, check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "start"], cwd=cwd, check=True)
-    short = ["parallel.launcher=ray", "benchmark.time_budget_s=5"]  # three pairs
+    short = ["parallel.launcher=ray", "train.precision=fp64", "benchmark.time_budget_s=5"]  # three pairs
     process = started("run", REPOSITORY / "experiments" / "mlp.yaml", *short, cwd=cwd)
     stdout, stderr = process.communicate(timeout=200)
     (folder,) = (cwd / "runs").iterdir()

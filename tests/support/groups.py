@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
-TOGETHER = {"launched(launcher)": "launched", "from ranks import": "ranks"}
-"""What files share, by what stands in them: sessions of launchers, a server that ranks are forked from.
+TOGETHER = {
+    "launched: ": "launched",
+    "LauncherContract": "launched",
+    "whole_run: ": "launched",
+    "from ranks import": "ranks",
+}
+"""What files share, by what stands in them: sessions of launchers, a whole run, a server that ranks are forked from.
 
 The others go file by file.
 """

@@ -25,28 +25,28 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "": 1_140,
+    "": 1_126,
     "api": 493,
-    "cli": 699,
-    "commands": 4_772,
+    "cli": 691,
+    "commands": 4_659,
     "data": 1_026,
-    "drive": 1_075,
-    "experiment": 3_360,
-    "launch": 1_894,
+    "drive": 1_071,
+    "experiment": 3_294,
+    "launch": 1_874,
     "models": 408,
-    "plan": 671,
-    "protocol": 1_526,
-    "record": 1_611,
-    "results": 3_405,
+    "plan": 668,
+    "protocol": 1_511,
+    "record": 1_569,
+    "results": 3_308,
     "strategies": 668,
     "tasks": 930,
-    "tracking": 1_717,
-    "train": 9_240,
+    "tracking": 1_703,
+    "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 43_904
+TEST_LINES = 43_892
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -241,7 +241,7 @@ with torch.no_grad():
 
 def test_system_metrics_of_two_nodes_are_told_apart(shown: Shown, pages: Pages) -> None:
     with Nodes(2) as nodes:
-        folder = project(nodes.storage(0) / "project", tracked=True)
+        folder = project(nodes.folder / "project", tracked=True)
         two = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.placement=strict_spread"]
         slow = "model={_target_: lab.Sluggish, ms: 200}"  # the first sample is taken after a second
         ran = run(nodes, folder, *two, slow, "checkpoint.keep=0", f"tracking.uri={shown.store}")

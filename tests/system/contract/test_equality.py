@@ -5,13 +5,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from launched import EXACT, Curves, assert_same, curves
 
 from pipeline import registry
+from pipeline.record import journal
 
-LAUNCHERS = registry.names("launchers")
-MANY = [name for name in LAUNCHERS if registry.load("launchers", name).Launcher.many_processes]
+OTHERS = [name for name in registry.names("launchers") if name not in ("inprocess", "ray")]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,16 @@ def test_the_reference_trains(expected: Curves) -> None:
     assert list(expected["validation/accuracy"]) == [23, 46]
 
 
-@pytest.mark.parametrize("launcher", MANY)
+@pytest.mark.parametrize("launcher", OTHERS)
 def test_fp64_is_the_same_everywhere(launched: Callable[[str], Any], expected: Curves, launcher: str) -> None:
     """Two workers and one."""
     assert_same(curves(launched(launcher).events["fp64"]), expected, tolerance=EXACT)
+
+
+def test_a_run_under_ray_is_the_same(whole_run: Any, expected: Curves) -> None:
+    """Its first two epochs of five."""
+    losses = np.load(whole_run.folder / "losses.npy")
+    evaluated = curves(journal.read(whole_run.folder / journal.FILE_NAME))["validation/loss"]
+
+    assert losses[:46] == pytest.approx(list(expected["train/loss"].values()), rel=0, abs=EXACT)
+    assert {step: evaluated[step] for step in (23, 46)} == pytest.approx(expected["validation/loss"], rel=0, abs=EXACT)
