@@ -51,7 +51,6 @@ class Tree:
     def failure(self, *arguments: str) -> str:
         """The first test that fails in what ``python ARGUMENTS`` runs; empty if none does."""
         more = {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": "-x -q"}
-        more["HYPOTHESIS_PROFILE"] = "gate"  # as it is; that it is set tells tests/support/cost.py not to judge times
         done = subprocess.run(
             [sys.executable, *arguments], cwd=self.folder, env=os.environ | more, text=True, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -1,6 +1,5 @@
 """What a test of tests/unit may cost: no process. What a fixture of larger scope starts belongs to no single test."""
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 UNIT = Path(__file__).parents[1] / "unit"
-_MORE = bool(os.environ.get("HYPOTHESIS_PROFILE"))  # fuzz tests with more examples than the gate has
 _PROCESSES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "tests.ranks"})
 _started: list[str] | None = None
 """By the test that is running; None outside of tests/unit."""
@@ -38,7 +36,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global _started
-    _started = [] if item.path.is_relative_to(UNIT) and not _MORE else None
+    _started = [] if item.path.is_relative_to(UNIT) else None
     try:
         return (yield)
     finally:
