@@ -201,7 +201,7 @@ def test_the_table_previews_with_what_matters_first(shown: Shown, pages: Pages) 
         expect(page.get_by_role("cell").filter(has_text="baseline").first).to_be_visible()
 
 
-def test_the_model_page_shows_code_that_predicts_and_its_file_the_signature(shown: Shown, pages: Pages, tmp_path: Path) -> None:
+def test_the_model_page_shows_code_that_predicts_and_the_signature(shown: Shown, pages: Pages, tmp_path: Path) -> None:
     (output,) = shown.run.outputs.model_outputs
     link = f"{shown.address}/#/experiments/1/models/{output.model_id}?workflowType=machine_learning"
     with pages.open(link, ready=lambda page: page.locator("pre code, code"), name="model") as page:

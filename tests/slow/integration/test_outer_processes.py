@@ -222,4 +222,4 @@ def test_a_single_task_starts_its_workers_itself(cwd: Path) -> None:
     with start(cwd, [run_line("--no-baseline", *DDP)], [srun(0, 1)]) as ranks:
         (ended,) = ranks.ended()
     assert ended.code == 0, ended.output
-    assert "ddp, 2 workers" in ended.stdout
+    assert "ddp, 2 workers: done, 8 steps" in ended.stderr
