@@ -197,7 +197,7 @@ OPTIMIZERS = {
     f"several optimizers, {name}": Row(
         sections,
         stopped=toy_gans.STOPPED,
-        whole_batches=name == "compared",
+        whole_batches=True,  # accumulation is refused
         counted="count",
         warned="model: each part of a batch updates buffer count",
     )

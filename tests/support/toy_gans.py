@@ -49,8 +49,10 @@ class Duel:
         if self.fails == "independent":
             loss = model.critic(real).mean()
         update("generator", loss[None] if self.fails == "list" else loss)
-        self.calls = getattr(self, "calls", 0) + 1
-        return found if self.fails != "nothing later" or self.calls == 1 else None
+        if self.fails == "nothing later":
+            self.calls = getattr(self, "calls", 0) + 1
+            return found if self.calls == 1 else None
+        return found
 
     def pictures(self, model: Any) -> dict[str, Tensor]:
         if self.fails == "pictures":
