@@ -94,35 +94,6 @@ def numbers(values: list[float]) -> Tensor:
     return torch.tensor(values)
 
 
-class Scaled(nn.Module):
-    """Cross entropy at a temperature that is learned, with a part that isn't used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(()))
-        self.unused = nn.Parameter(torch.ones(2))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs * self.scale.exp(), targets)
-
-
-class Centres:
-    """Boxes, whose distance is that of a head's outputs, and the distance of the model's outputs to a centre."""
-
-    def __init__(self) -> None:
-        self.centre = nn.Parameter(torch.ones(CLASSES))
-        self.head = nn.Linear(CLASSES, 1)
-
-    def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        inputs, found = batch
-        outputs, there = model(inputs), found.isfinite()
-        distances = (self.head(outputs) - torch.where(there, found, 0.0)).square()
-        distances = distances + (outputs - self.centre).square().mean(1, keepdim=True)
-        boxes = there.sum()
-        return Loss((distances * there).sum(), boxes, outputs, found)
-
-
 class Untold(Tagging):
     """The mean over tokens, as if it were one over samples."""
 
