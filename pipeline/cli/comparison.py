@@ -186,7 +186,7 @@ def _compare_runs(words: Sequence[str], asked: Mapping[str, object], *, director
 
 def _trials(run: "RunSummary") -> "list[RunSummary]":
     """Return the trials of a sweep that have started; of another run, itself."""
-    from pipeline.protocol.labels import PARENTS
+    from pipeline.protocol.trial import PARENTS
     from pipeline.record.folder import trials_of
     from pipeline.record.runs import summarize_run
 

@@ -32,8 +32,7 @@ from pipeline.experiment.reported import group_by_metric, single_names
 from pipeline.experiment.schema import Configuration
 from pipeline.plan.plan import Plan, Planner
 from pipeline.protocol.events import Evaluated
-from pipeline.protocol.labels import Split
-from pipeline.protocol.trial import Evaluation
+from pipeline.protocol.trial import Evaluation, Split
 from pipeline.record import provenance
 from pipeline.record.folder import RunState, id_of, read_state
 from pipeline.results.record import Fact, Result, Table, format_fact

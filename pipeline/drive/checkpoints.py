@@ -9,8 +9,7 @@ from pipeline.errors import ExperimentError, PipelineError, ResourceError, Usage
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import WEIGHTS, Finished
-from pipeline.protocol.labels import PARENTS
-from pipeline.protocol.trial import Weights
+from pipeline.protocol.trial import PARENTS, Weights
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, id_of, read_state, trials_of
 from pipeline.train.manifest import Manifest, best, entries, step_of, verify

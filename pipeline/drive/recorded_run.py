@@ -16,8 +16,7 @@ from pipeline.experiment.uris import without_credentials
 from pipeline.experiment.values import Direction
 from pipeline.plan.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, Finished, RunClosed, RunOpened, TrialOpened
-from pipeline.protocol.labels import PARENTS, Status
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import PARENTS, Status, Training, Trial
 from pipeline.record import provenance
 from pipeline.record.console import Console
 from pipeline.record.folder import LOG_NAME, create, explain_os_errors, id_of, is_kept, killed, sweep_of

@@ -10,8 +10,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.errors import Problem
 from pipeline.experiment.values import Direction, Recorded
-from pipeline.protocol.labels import PARENTS, Role, Split, Status
 from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import PARENTS, Role, Split, Status
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.wording import counted, listed
 

@@ -9,9 +9,12 @@ from typing_extensions import override
 
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Frozen
-from pipeline.protocol.labels import Role, Split
 from pipeline.wording import counted, format_parallel
 
+Role = Literal["main", "baseline", "reference", "cell", "evaluation", "check"]  # Role of a trial
+PARENTS = ("sweep",)  # Roles of runs whose trainings are runs themselves, each in a folder inside theirs
+Split = Literal["validation", "test"]  # Held-out set that can be evaluated
+Status = Literal["FINISHED", "FAILED", "KILLED"]  # How a run ended
 QUICK_STEPS = 5  # Optimizer steps that ``pipeline run --quick`` times, after ``benchmark.warmup_steps``
 
 

@@ -17,7 +17,7 @@ from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Frozen
 from pipeline.plan.plan import Plan
 from pipeline.protocol.events import REASONS_TO_KEEP, RunClosed, RunOpened, is_reason_to_keep
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record import journal
 
 EXPERIMENT_NAME = "experiment.yaml"

@@ -14,7 +14,7 @@ from pipeline.errors import UsageError
 from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Frozen
 from pipeline.protocol.events import WEIGHTS, Finished, Metrics, RunOpened, Started, Tagged
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record import journal
 from pipeline.record.folder import (
     ENVIRONMENT_NAME,

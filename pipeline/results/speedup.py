@@ -14,8 +14,7 @@ from typing import Literal
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
-from pipeline.protocol.labels import Role
-from pipeline.protocol.trial import CellMeasurement, Trial
+from pipeline.protocol.trial import CellMeasurement, Role, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.results.losses import LossCheck, check_losses
 from pipeline.results.record import FAR, WIDE, Fact, State

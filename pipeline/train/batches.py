@@ -19,9 +19,8 @@ from pipeline.experiment.components import parameters_of
 from pipeline.experiment.schema import DEFAULT_COLLATE, Experiment
 from pipeline.experiment.values import Component
 from pipeline.protocol import progress
-from pipeline.protocol.labels import Split
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Split, Training, Trial
 from pipeline.strategies.base import Strategy
 from pipeline.train import iterable
 from pipeline.train.iterable import IterableLoader, is_iterable

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from pipeline.errors import ExperimentError, Problem
 from pipeline.experiment.reported import PREFIX, mlflow_name, source_of
 from pipeline.protocol.events import Phase, Point
-from pipeline.protocol.labels import Split
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Measurement
+from pipeline.protocol.trial import Measurement, Split
 from pipeline.protocol.trial_result import Best
 from pipeline.tasks import Loss, count_samples, gathering
 from pipeline.train import errors, pictures

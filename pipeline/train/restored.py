@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Evaluated, Outbox
-from pipeline.protocol.labels import Split
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Evaluation
+from pipeline.protocol.trial import Evaluation, Split
 from pipeline.train import pictures
 from pipeline.train.build import NOBODY, build
 from pipeline.train.checkpoint import check_data

@@ -4,8 +4,7 @@ from pipeline.experiment.schema import Experiment
 from pipeline.experiment.train import Optimizer, Train
 from pipeline.experiment.values import Component
 from pipeline.protocol.events import Finished
-from pipeline.protocol.labels import Role
-from pipeline.protocol.trial import ROLES, Trial
+from pipeline.protocol.trial import ROLES, Role, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.results.speedup import Row, measure_rows
 

@@ -28,25 +28,25 @@ LARGER_TODAY = {
     "": 1_126,
     "api": 493,
     "cli": 691,
-    "commands": 4_659,
+    "commands": 4_658,
     "data": 1_026,
-    "drive": 1_071,
+    "drive": 1_069,
     "experiment": 3_294,
     "launch": 1_874,
     "models": 408,
     "plan": 668,
-    "protocol": 1_511,
+    "protocol": 1_506,
     "record": 1_569,
-    "results": 3_308,
+    "results": 3_307,
     "strategies": 668,
     "tasks": 930,
-    "tracking": 1_703,
-    "train": 9_234,
+    "tracking": 1_702,
+    "train": 9_231,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 190
+FILES = 189
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 43_865
+TEST_LINES = 43_864
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -16,7 +16,7 @@ from screens import check, shown
 from pipeline.commands.compared_runs import Question, compare_runs
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, Started
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record import loss_file
 from pipeline.record.recorder import Recorder
 from pipeline.record.runs import RunSummary, summarize_run

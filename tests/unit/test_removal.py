@@ -12,7 +12,7 @@ from samples import finished, spread
 from pipeline.commands import remove as removal
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import RunClosed, RunOpened
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record.folder import is_listed
 from pipeline.record.recorder import Recorder
 

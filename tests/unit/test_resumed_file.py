@@ -11,7 +11,7 @@ from pipeline.drive import resume
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.protocol.events import Metrics, RunClosed, RunOpened
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record.folder import RunState
 from pipeline.record.recorder import Recorder
 from pipeline.results import record

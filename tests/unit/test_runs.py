@@ -16,7 +16,7 @@ from pipeline.commands.list import format_age, format_runs
 from pipeline.commands.options import summary_of
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record import runs
 from pipeline.record.journal import FILE_NAME
 from pipeline.record.recorder import Recorder

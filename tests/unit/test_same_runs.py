@@ -16,7 +16,7 @@ from pipeline.experiment.load import ExperimentFile, load
 from pipeline.experiment.summary import flatten
 from pipeline.experiment.variant_files import read_variants
 from pipeline.protocol.events import RunClosed, RunOpened
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.results import record
 from pipeline.results.record import Fact, Result

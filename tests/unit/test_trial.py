@@ -15,7 +15,6 @@ from pipeline.cli import app
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Event, Failed, event_from_json, event_to_json
-from pipeline.protocol.labels import Role
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import (
     ROLES,
@@ -23,6 +22,7 @@ from pipeline.protocol.trial import (
     CellMeasurement,
     Measurement,
     Reference,
+    Role,
     Training,
     Trial,
     trial_from_json,

@@ -27,7 +27,7 @@ from pipeline.experiment.load import load
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import ArtifactSaved, Metrics, Point, RunClosed
-from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Status
 from pipeline.record import journal
 from pipeline.record.folder import read_state
 from pipeline.record.recorder import Recorder
