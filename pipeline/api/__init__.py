@@ -37,9 +37,9 @@ from pipeline.experiment.values import Component
 from pipeline.experiment.variant_files import parse_vary
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.protocol.events import WEIGHTS, Metrics
-from pipeline.protocol.numbers import is_of_whole_run
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
+from pipeline.protocol.trial_result import is_of_whole_run
 from pipeline.record import journal, loss_file, runs
 from pipeline.record.console import stages_on
 from pipeline.record.folder import EXPERIMENT_NAME

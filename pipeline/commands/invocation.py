@@ -27,10 +27,9 @@ from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.plan import Plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
-from pipeline.protocol.numbers import MEASURED, STARTUP
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.protocol.trial_result import TrialResult
+from pipeline.protocol.trial_result import MEASURED, STARTUP, TrialResult
 from pipeline.record import journal, loss_file, provenance, runs
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, id_of, is_kept
 from pipeline.record.journal import FILE_NAME, read
@@ -177,7 +176,7 @@ class Invocation:
         self._shown.append(result)
         ends = Counter(end.result.trial for end in self.finished)
         at = {"main": (0, 0)} | {name: (one.steps, one.epochs) for name, one in self.results.items()}
-        logged = {number.metric for number in (*MEASURED, STARTUP)}  # at the end of the trial itself
+        logged = {*MEASURED, STARTUP}  # at the end of the trial itself
         for trial, figures in mlflow_names.metrics(result).items():
             if trial not in at:  # predicted
                 continue

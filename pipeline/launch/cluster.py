@@ -293,7 +293,7 @@ def ask_nodes(*, timeout_s: float = _ANSWER_S) -> tuple[list[NodeFacts], dict[st
     in_time, _ = ray.wait([*tasks.values()], num_returns=len(tasks), timeout=timeout_s)
     facts, silent = [], {}
     for node, task in tasks.items():
-        name, place = name_of(records[node]), {"address": records[node]["NodeManagerAddress"], "ray_node": node}
+        name, place = name_of(records[node]), {"address": records[node]["NodeManagerAddress"]}
         if task not in in_time:
             silent[name] = f"it didn't answer within {timeout_s:g} s. Read Ray's logs there, or restart Ray."
             ray.cancel(task, force=True)

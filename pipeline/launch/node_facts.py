@@ -50,8 +50,6 @@ class NodeFacts(Frozen):
     node: str
     address: str | None = None
     """Address in the Ray cluster; None for this machine without Ray."""
-    ray_node: str | None = None
-    """Ray's id of the node."""
     python: str
     torch: Torch | None
     ray: str | None

@@ -302,7 +302,6 @@ class CheckpointSaved(Event):
     step: int  # Optimizer steps done
     path: str  # Path or address of the checkpoint's folder
     seconds: float  # Seconds from the decision to save to the complete checkpoint
-    blocked_seconds: float  # Part of ``seconds`` in which training waited
 
 
 class Resumed(Event):

@@ -1,6 +1,6 @@
 """Results of trials: what was measured, sent by rank 0 at its end, as JSON. The jobs themselves are in `trial`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pipeline.experiment.values import Recorded
 from pipeline.wording import figure
@@ -190,14 +190,12 @@ class TrialResult(Recorded):
     peak_memory_mb: tuple[float, ...]  # Per GPU (allocated) or process (resident), in rank order; empty if shared
     held: Held | None = None
     gpus: tuple[str, ...] = ()  # Name of each GPU in rank order, e.g. "NVIDIA A100-SXM4-40GB"; empty on CPU.
-    has_tf32: bool = False  # True if each GPU has tensor cores for TF32
     matmul_precision: str = "highest"  # Precision of fp32 matrix products, see ``train.matmul_precision``
     gpu_utilization: tuple[float, ...] = ()  # Percent of the time in which a kernel ran, per GPU; empty on CPU
     flops: Flops | None = None  # Operations of training; None where they weren't counted
     energy: Energy | None = None  # Energy of a training; None on CPU, and where the GPUs don't count it
     compile_s: float | None = None  # Seconds of torch.compile on the slowest rank; None if nothing is compiled
     gradient_mb: float  # Size of all gradients of one replica
-    unused_parameters: int = 0  # Number of trainable parameters that get no gradient in a step
     coupling: tuple[str, ...] = ()  # Layers, buffers, randomness that depend on how ranks share a global batch
     data_notes: tuple[str, ...] = ()  # Promises that the data can't keep; empty for samples that can be read by index
     losses: tuple[float, ...] = ()  # Of the first steps, as many as a measurement has
@@ -205,3 +203,26 @@ class TrialResult(Recorded):
     best: Best | None = None  # Where the weights and validation metrics are from, by ``checkpoint.best``
     unsaved: Unsaved | None = None  # None unless the last step's or the best may be among them
     costs: Costs | None = None  # Set by a measurement that was to measure them
+
+
+STARTUP = "time_to_first_step_s"  # Metric of the time until the first step, which `events.Finished` has
+OF_RANK = "memory/peak_mib_rank_"  # Beginning of the metrics with the peak memory of each rank
+MEASURED: Mapping[str, Callable[[TrialResult], float | None]] = {
+    "samples_per_second": lambda result: result.samples_per_second.median,
+    "step_ms": lambda result: result.step_ms.median,
+    "time/compute_ms": lambda result: result.parts.compute_ms,
+    "time/exposed_communication_ms": lambda result: result.parts.exposed_communication_ms,
+    "time/data_wait_ms": lambda result: result.parts.data_wait_ms,
+    "time/optimizer_and_other_ms": lambda result: result.parts.rest_ms,
+    "time/communication_ms": lambda result: result.communication.ms if result.communication else None,
+    "time/communication_share": lambda result: result.communication.share if result.communication else None,
+    "time/compile_s": lambda result: result.compile_s,
+    "memory/peak_mib": lambda result: max(result.peak_memory_mb, default=None),
+    "gpu_utilization": lambda result: min(result.gpu_utilization, default=None),
+}
+"""Metrics of a trial that are known when it ends, as journals and trackers have them; None: unknown."""
+
+
+def is_of_whole_run(metric: str) -> bool:
+    """Return True for a metric that has one value for a whole run: other metrics, of steps, are in a folder."""
+    return "/" not in metric or metric in MEASURED or metric.startswith((OF_RANK, "badput/"))

@@ -18,7 +18,7 @@ from pipeline.experiment.targets import lacking
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.experiment.values import Component
 from pipeline.protocol.events import AnyEvent, Evaluated, Finished, Metrics, Point, RunClosed, SystemMetrics
-from pipeline.protocol.numbers import MEASURED, OF_RANK, STARTUP
+from pipeline.protocol.trial_result import MEASURED, OF_RANK, STARTUP
 from pipeline.record import journal
 from pipeline.record.folder import EXPERIMENT_NAME
 
@@ -176,9 +176,7 @@ def scalars(event: AnyEvent) -> Sequence[Point]:
             return [Point(name, event.step, value) for name, value in event.values.items()]
         case Finished() if not event.result.repeat:  # throughput and step time are the report's
             result = event.result
-            values = {number.metric: number.value(result) for number in MEASURED} | {
-                STARTUP.metric: STARTUP.value(event)
-            }
+            values = {name: of(result) for name, of in MEASURED.items()} | {STARTUP: event.time_to_first_step_s}
             if len(result.peak_memory_mb) > 1:
                 values |= {f"{OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
             return [Point(name, result.steps, value) for name, value in values.items() if value is not None]

@@ -17,8 +17,8 @@ from pipeline.experiment.sweep import Parameter
 from pipeline.experiment.uris import without_credentials
 from pipeline.protocol import events as of
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Event, ModelSaved, Point, RunClosed, RunOpened, Started
-from pipeline.protocol.numbers import is_of_whole_run
 from pipeline.protocol.trial import EVALUATION, Status
+from pipeline.protocol.trial_result import is_of_whole_run
 from pipeline.tracking.loggers import scalars
 from pipeline.tracking.model import RUN_TAG, log_model, register
 from pipeline.tracking.outcome import TrackingOutcome

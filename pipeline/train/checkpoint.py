@@ -189,7 +189,7 @@ class Checkpoints:
                 metric_name=None if metric is None else self._options.best,
                 files=(),
             )
-            self._writer.start(_Job(copy, manifest, began, blocked_s=time.perf_counter() - began))
+            self._writer.start(_Job(copy, manifest, began))
 
     def load_best(self) -> Best | None:
         """Load the weights with the best value of ``checkpoint.best``; None without one. Collective."""
@@ -265,8 +265,6 @@ class _Job(NamedTuple):
     """Without files."""
     began: float
     """Start of the save, in `time.perf_counter`'s seconds."""
-    blocked_s: float
-    """Seconds for which training was blocked."""
 
 
 class Writer:
@@ -333,7 +331,6 @@ class Writer:
                 step=manifest.step,
                 path=self._storage.place(manifest.name),
                 seconds=time.perf_counter() - job.began,
-                blocked_seconds=job.blocked_s,
             )
         )
         try:

@@ -29,16 +29,13 @@ from pipeline.protocol.trial_result import Held, StepParts, TrialResult
 from pipeline.train import checks, report
 from pipeline.train.costs import alternate, costs, count_operations
 from pipeline.train.kept import (
-    HeldStep,
-    clear_gradients,
     compute_gradients,
     endless,
     forget_local_steps,
     held_step,
-    keep_buffers,
     suspend_updates,
 )
-from pipeline.train.ranks import TF32_CAPABILITY, barrier, gather, matmul_precision, synchronize
+from pipeline.train.ranks import barrier, gather, matmul_precision, synchronize
 from pipeline.train.state import State
 from pipeline.train.turns import Complete, estimate_seconds, measure_in_turn
 from pipeline.wording import first_line
@@ -65,10 +62,9 @@ def result_of(s: State, *, start: int) -> TrialResult:
         report.peaks_mb(s),
         meter.gauge.means(),
         [torch.cuda.get_device_name(gpu) for gpu in gpus],
-        [torch.cuda.get_device_capability(gpu) >= TF32_CAPABILITY for gpu in gpus],
     )
     nodes, compile_s, held, *of_devices = zip(*gather(own, rank=s.rank), strict=True)
-    peaks, utilization, names, tf32 = (tuple(chain(*each)) for each in of_devices)
+    peaks, utilization, names = (tuple(chain(*each)) for each in of_devices)
     return TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
@@ -85,7 +81,6 @@ def result_of(s: State, *, start: int) -> TrialResult:
         gpu_utilization=utilization,
         energy=meter.energy.of(s.order.samples_in(s.step) - s.order.samples_in(start)),
         gpus=names,
-        has_tf32=bool(tf32) and all(tf32),
         matmul_precision=matmul_precision(),
         compile_s=max(compile_s) if s.compiling is not None else None,
         gradient_mb=sum(one.numel() * one.element_size() for one in s.trainable.values()) / 2**20,
@@ -121,7 +116,6 @@ def add_measurements(
         more["parts"] = parts
     if isinstance(trial, Training | CellMeasurement):  # what runs next to a training computes what it computes
         more["flops"] = afterwards.measure("the operations of a step", lambda: count_operations(s, held()))
-    more["unused_parameters"] = afterwards.measure("unused parameters", lambda: unused_parameters(s, held())) or 0
     if isinstance(trial, Measurement) and trial.measures_costs:
         more["costs"] = afterwards.measure("what a prediction needs", lambda: costs(s))
     if isinstance(trial, Measurement) and trial.profile:
@@ -224,15 +218,6 @@ def probe(s: State, *, known: StepParts) -> StepParts:
         "ranks": tuple(estimates.spread(pace, keeps_values=True) for pace in paces),
     }
     return known.model_copy(update=measured)
-
-
-def unused_parameters(s: State, held: HeldStep) -> int:
-    """Count the trainable parameters that get no gradient in a step. Collective."""
-    with keep_buffers(s.trainee):
-        s.train_step(s, iter(held), step=0, update=False)
-    unused = sum(1 for one in s.trainee.parameters() if one.requires_grad and one.grad is None)
-    clear_gradients(s)
-    return unused
 
 
 def record_trace(s: State) -> None:

@@ -42,10 +42,10 @@ def without_match(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
-def unmatched(pattern: str, names: Sequence[str], *, of: str = "parameter of the model") -> str:
+def unmatched(pattern: str, names: Sequence[str]) -> str:
     """Return the message on a pattern that matches none of the names, with the pattern that was probably meant."""
     inside = any(name.startswith(f"{pattern}.") for name in names)
     dots = ((name, place) for name in names for place, character in enumerate(name) if character == ".")
     beginnings = dict.fromkeys(name[: place + 1] + "*" for name, place in dots)
     meant = f"; did you mean {pattern}.*?" if inside else did_you_mean(pattern, [*names, *beginnings], cutoff=0.7)
-    return f"{pattern} matches no {of}{meant}; there are {listed(names)}"
+    return f"{pattern} matches no parameter of the model{meant}; there are {listed(names)}"

@@ -28,25 +28,25 @@ LARGER_TODAY = {
     "": 1_126,
     "api": 493,
     "cli": 691,
-    "commands": 4_658,
+    "commands": 4_657,
     "data": 1_026,
     "drive": 1_069,
     "experiment": 3_294,
-    "launch": 1_874,
+    "launch": 1_872,
     "models": 408,
     "plan": 668,
-    "protocol": 1_506,
+    "protocol": 1_440,
     "record": 1_569,
     "results": 3_307,
     "strategies": 668,
     "tasks": 930,
-    "tracking": 1_702,
-    "train": 9_231,
+    "tracking": 1_700,
+    "train": 9_213,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 189
+FILES = 188
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 43_864
+TEST_LINES = 43_858
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

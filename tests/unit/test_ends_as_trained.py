@@ -83,7 +83,7 @@ def reported(step: int) -> Metrics:
 
 
 def saved(step: int) -> CheckpointSaved:
-    return CheckpointSaved(time=1.0, step=step, path="", seconds=0.0, blocked_seconds=0.0)
+    return CheckpointSaved(time=1.0, step=step, path="", seconds=0.0)
 
 
 TRAINED = Trained(time=1.0, result=RESULT)
@@ -213,7 +213,7 @@ def test_a_speedup_that_is_missing_has_the_reason_for_which_it_is() -> None:
     plan = Plan.model_construct(trials=(main,))
     trained = Trained(time=1.0, trial="main", result=RESULT)
     end = Finished(time=2.0, trial="main", result=RESULT)
-    measured = end.model_copy(update={"result": RESULT.model_copy(update={"unused_parameters": 1})})
+    measured = end.model_copy(update={"result": RESULT.model_copy(update={"gradient_mb": 1.0})})
     known = {"main": RESULT}
     assert find_missing(plan, [Outcome(trained=trained, finished=end)], known) == "interrupted"
     assert find_missing(plan, [Outcome(trained=trained, finished=end, failures=(failed(),))], known) == "failed"

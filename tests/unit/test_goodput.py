@@ -50,7 +50,7 @@ def evaluated(time: float, *, step: int) -> Metrics:
 
 
 def saved(time: float, *, step: int) -> CheckpointSaved:
-    return CheckpointSaved(time=time, step=step, path="", seconds=0.1, blocked_seconds=0.1)
+    return CheckpointSaved(time=time, step=step, path="", seconds=0.1)
 
 
 def trained(time: float) -> Trained:

@@ -26,7 +26,7 @@ from pipeline.protocol.trial_result import Flops, StepParts
 from pipeline.train.costs import costs, count_operations
 from pipeline.train.gauges import Lap
 from pipeline.train.kept import held_step
-from pipeline.train.measure import TRACED_STEPS, probe, record_trace, unused_parameters
+from pipeline.train.measure import TRACED_STEPS, probe, record_trace
 from pipeline.train.meter import Meter
 from pipeline.train.run import train
 from pipeline.train.state import State
@@ -118,11 +118,6 @@ def test_long_steps_are_measured_in_fewer_rounds(step_ms: float, rounds: int) ->
     assert step.rest_ms == pytest.approx(0.0, abs=1e-6)  # what is quick is no part
 
 
-def test_parameters_without_a_gradient_are_counted() -> None:
-    s = built(model={"_target_": "toys.Spare"})
-    assert unused_parameters(s, held_step(s)) == 2
-
-
 class Reads(toys.Plain):
     """Counts what is read."""
 
@@ -173,9 +168,8 @@ def test_a_trace_shows_forward_backward_and_optimizer_of_each_step(tmp_path: Pat
         record_trace,
         costs,
         lambda s: count_operations(s, held_step(s)),
-        lambda s: unused_parameters(s, held_step(s)),
     ],
-    ids=["parts", "trace", "costs", "operations", "unused parameters"],
+    ids=["parts", "trace", "costs", "operations"],
 )
 def test_what_is_measured_leaves_the_training_as_it_is(
     measurement: Callable[[State], object], monkeypatch: pytest.MonkeyPatch

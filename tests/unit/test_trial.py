@@ -55,7 +55,7 @@ EVENTS: list[AnyEvent] = [
     events.ModelSaved(time=1.0, weights="w", example="e"),
     events.ModelExported(time=1.0, program="p", torch="2.13.0"),
     events.Tagged(time=1.0, run="r", tags={"stopped_early": "after epoch 1"}),
-    events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", seconds=2.0, blocked_seconds=0.1),
+    events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", seconds=2.0),
     events.Resumed(time=1.0, step=3, epoch=1, checkpoint="p/step-00000003"),
     events.RunClosed(time=1.0, status="FAILED", message="m", summary="# s"),
 ]  # fmt: skip
