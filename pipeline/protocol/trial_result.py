@@ -32,11 +32,6 @@ class StepParts(Recorded):
     nodes: tuple[str, ...]  # Node of each rank, in rank order
 
     @property
-    def ranks_ms(self) -> tuple[float, ...]:
-        """Median time of each rank without waiting for other ranks, in rank order."""
-        return tuple(pace.median for pace in self.ranks)
-
-    @property
     def sum_ms(self) -> float | None:
         """Sum of all parts; None if one is missing."""
         if self.compute_ms is None or self.rest_ms is None:
@@ -190,7 +185,6 @@ class TrialResult(Recorded):
     peak_memory_mb: tuple[float, ...]  # Per GPU (allocated) or process (resident), in rank order; empty if shared
     held: Held | None = None
     gpus: tuple[str, ...] = ()  # Name of each GPU in rank order, e.g. "NVIDIA A100-SXM4-40GB"; empty on CPU.
-    matmul_precision: str = "highest"  # Precision of fp32 matrix products, see ``train.matmul_precision``
     gpu_utilization: tuple[float, ...] = ()  # Percent of the time in which a kernel ran, per GPU; empty on CPU
     flops: Flops | None = None  # Operations of training; None where they weren't counted
     energy: Energy | None = None  # Energy of a training; None on CPU, and where the GPUs don't count it

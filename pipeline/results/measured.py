@@ -32,17 +32,14 @@ class Entry(NamedTuple):
     """Cells by the keys of facts; others are empty."""
 
 
-def speedup_table(
-    entries: Sequence[Row | Entry], *, main: Row, has_intervals: bool | None = None, notes: Iterable[str] = ()
-) -> Table:
+def speedup_table(entries: Sequence[Row | Entry], *, main: Row, notes: Iterable[str] = ()) -> Table:
     """Return the table of throughput, speedup and loss, the losses that differ explained in notes below."""
     rows = [entry for entry in entries if isinstance(entry, Row)]
     ratios = [ratio for row in rows if (ratio := row.ratio) is not None]
-    if has_intervals is None:
-        has_intervals = any(not ratio.is_clear or is_wide(ratio) for ratio in ratios)
+    has_intervals = any(not ratio.is_clear or is_wide(ratio) for ratio in ratios)
     start_s = main.start_s or 0.0
     columns = {"devices": "cores" if main.trial.device == "cpu" else "GPUs", "samples_per_second": "samples/s"}
-    if ratios and has_intervals:
+    if has_intervals:
         columns["speedup"] = f"speedup ({100 * main.confidence:g}% CI)"
     elif ratios:
         columns |= {"speedup": "speedup"} | ({} if main.claim == "invalid" else {"efficiency": "efficiency"})

@@ -35,7 +35,7 @@ from pipeline.train.kept import (
     held_step,
     suspend_updates,
 )
-from pipeline.train.ranks import barrier, gather, matmul_precision, synchronize
+from pipeline.train.ranks import barrier, gather, synchronize
 from pipeline.train.state import State
 from pipeline.train.turns import Complete, estimate_seconds, measure_in_turn
 from pipeline.wording import first_line
@@ -81,7 +81,6 @@ def result_of(s: State, *, start: int) -> TrialResult:
         gpu_utilization=utilization,
         energy=meter.energy.of(s.order.samples_in(s.step) - s.order.samples_in(start)),
         gpus=names,
-        matmul_precision=matmul_precision(),
         compile_s=max(compile_s) if s.compiling is not None else None,
         gradient_mb=sum(one.numel() * one.element_size() for one in s.trainable.values()) / 2**20,
         coupling=checks.find_coupled_buffers(s),

@@ -35,13 +35,13 @@ LARGER_TODAY = {
     "launch": 1_872,
     "models": 408,
     "plan": 668,
-    "protocol": 1_440,
+    "protocol": 1_434,
     "record": 1_569,
-    "results": 3_307,
+    "results": 3_304,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_700,
-    "train": 9_213,
+    "train": 9_212,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 188

@@ -97,7 +97,7 @@ def test_each_part_is_found_and_they_add_up(parts: int) -> None:
     assert (step.data_wait_ms, step.exposed_communication_ms) == (7.0, None)
     assert step.held_ms is not None
     assert step.sum_ms == pytest.approx(step.held_ms.median + 7.0)
-    assert step.ranks_ms == pytest.approx((parts * FORWARD_MS + 7.0,))  # this rank's own wait, in the median
+    assert [pace.median for pace in step.ranks] == pytest.approx([parts * FORWARD_MS + 7.0])  # with its own wait
 
 
 def test_the_wait_is_that_of_the_slowest_rank_in_the_median_of_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
