@@ -116,7 +116,7 @@ GROUPS: Mapping[str, Mapping[str, Verb]] = {
             ),
         ),
         "check": Verb(
-            "Check experiment files without training: each component, the data, and one batch.",
+            "Check experiment files without training: each component, the data, and a few samples.",
             (
                 "pipeline check experiments/mlp.yaml",
                 "pipeline check --no-data experiments/mlp.yaml experiments/resnet.yaml",

@@ -301,8 +301,8 @@ def find_places(folder: Path) -> tuple[tuple[str, str], ...]:
     """Return where a run's results are, and the commands that show more, as `Result.places` has them."""
     run = str(folder)
     with suppress(OSError, UsageError):
-        is_latest = runs.find(runs.LATEST, _RUNS).samefile(folder)
-        run = runs.LATEST if is_latest else id_of(folder) if (_RUNS / id_of(folder)).samefile(folder) else run
+        part = id_of(folder).rpartition("-")[2]  # not "latest", which soon is another run
+        run = part if runs.find(part, _RUNS).samefile(folder) else run
     has_page = (folder / PAGE_NAME).is_file()
     places = [("Report", str(folder / PAGE_NAME)) if has_page else ("Folder", str(folder))]
     more, mlflow = f"pipeline show {shlex.quote(run)} --full", _describe_store(folder)

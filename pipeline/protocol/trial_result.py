@@ -101,12 +101,12 @@ class Spike(Recorded):
     @property
     def sentence(self) -> str:
         """The spike in words, e.g. "gradient synchronization took 310 ms per step in steps 41 to 50, ..."."""
-        where = f"rank {self.rank} on {self.node}"
-        why = f"the other ranks waited for {where}" if self.is_late else f"on all ranks, longest on {where}"
+        why = "the other ranks waited for" if self.is_late else "on all ranks, longest on"
+        steps = f"steps {self.first_step} to" if self.first_step < self.last_step else "step"
         return (
-            f"gradient synchronization took {figure(self.ms, digits=3)} ms per step in steps {self.first_step} to "
-            f"{self.last_step}, {figure(self.ms / self.median_ms, digits=2)} times its median of "
-            f"{figure(self.median_ms, digits=3)} ms: {why}"
+            f"gradient synchronization took {figure(self.ms, digits=3)} ms per step in {steps} {self.last_step}, "
+            f"{figure(self.ms / self.median_ms, digits=2)} times its median of {figure(self.median_ms, digits=3)} ms: "
+            f"{why} rank {self.rank} on {self.node}"
         )
 
 

@@ -98,9 +98,9 @@ def _values(row: Row, experiment: Experiment) -> Mapping[str, Any]:
     values: dict[str, Any] = {"parallel.strategy": trial.strategy, "parallel.workers": trial.workers}
     if dict(trial.options) != dict(parallel.options):
         values["parallel.options"] = dict(trial.options)
-    own = trial.cpus_per_worker
-    if trial.device == "cpu" and (row.role == "reference" or parallel.cpus_per_worker not in (None, own)):
-        values["parallel.cpus_per_worker"] = own
+    own, declared = trial.cpus_per_worker, parallel.cpus_per_worker
+    if trial.device == "cpu" and declared != own and (declared or trial.workers != parallel.workers):
+        values["parallel.cpus_per_worker"] = own  # else the cores are divided among another number of workers
     if row.result.micro_batches is not None:  # larger ones had no memory
         values["train.gradient_accumulation"] = row.result.micro_batches
     return values

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipeline.protocol import estimates
-from pipeline.protocol.estimates import LEAST_PAIRS, Estimate
+from pipeline.experiment.schema import Benchmark
+from pipeline.protocol.estimates import LEAST_PAIRS, Estimate, pairs_to_resolve
 from pipeline.results import texts
 from pipeline.results.losses import FIRST_STEPS
 from pipeline.results.record import FAR, Fact, format_fact
@@ -78,7 +78,7 @@ def explain_doubt(row: Row, *, main: Row) -> Doubt:
     if not size:
         has_memory = row.baseline.result.micro_batches is None
         return doubt("apart", "rounds", "benchmark") if has_memory else doubt("no memory")
-    pairs = estimates.pairs_to_resolve(ratio, confidence=row.confidence, at_most=MOST_TIMES * size)
+    pairs = pairs_to_resolve(ratio, confidence=row.confidence, at_most=MOST_TIMES * size)
     if slots_s is None:  # of a benchmark
         if pairs is None and not is_noisy:
             return doubt("close")
@@ -89,7 +89,7 @@ def explain_doubt(row: Row, *, main: Row) -> Doubt:
     stop = ", stop" if is_busy else ""
     if pairs is None or (longer_s := math.ceil(max(_LEAST_S, slots_s * pairs / size) / 10) * 10) > LONGEST_S:
         return doubt(reason, f"idle{stop}", "run") if is_busy or is_noisy else doubt("close")
-    settings = (f"benchmark.rounds={max(pairs, LEAST_PAIRS)}", f"benchmark.time_budget_s={longer_s}")
+    settings = (f"benchmark.rounds={max(pairs, Benchmark().rounds)}", f"benchmark.time_budget_s={longer_s}")
     return doubt(reason, f"longer{stop}", "run", *settings, longer_s=longer_s)
 
 

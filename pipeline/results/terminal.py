@@ -81,7 +81,7 @@ def format_table(table: Table, *, most_rows: int | None = None, width: int = WID
         hidden = len(rows) - most_rows
         main = [rows[table.emphasis]] if table.emphasis is not None and table.emphasis >= most_rows else []
         rows = [*rows[: most_rows - len(main)], *main]
-        more.append(f"{hidden} more: pipeline show latest --full")
+        more.append(f"{hidden} more rows with --full or --verbose")
     cells = [table.header, *([format_cell(cell) for cell in row] for row in rows)]
     names, *columns = (list(column) for column in zip(*cells, strict=True))
     longest_word = max(len(word) for name in names for word in name.split())

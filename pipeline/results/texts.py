@@ -72,8 +72,8 @@ REASONS: Mapping[str, str] = {
 }
 """Why a speedup is inconclusive."""
 REMEDIES: Mapping[str, str] = {
-    "longer": "Train again and measure longer (about {longer}):",
-    "longer, stop": "Stop them, train again and measure longer (about {longer}):",
+    "longer": "Train again and measure longer (for about {longer}):",
+    "longer, stop": "Stop them, train again and measure longer (for about {longer}):",
     "idle": "Train again on an idle machine:",
     "idle, stop": "Stop them, and train again on an idle machine:",
     "several": "Measure several times:",

@@ -26,7 +26,7 @@ HOOKED = MAIN.model_copy(update={"options": {"communication_hook": "fp16"}})
 SPREAD_OUT = ("node-1", "node-2")
 BATCH = ("train.global_batch_size=128", "train.lr_scaling.rule=linear", "train.lr_scaling.base_batch_size=64")
 FP16, BF16 = ("parallel.options.communication_hook=fp16",), ("parallel.options.communication_hook=bf16",)
-SINGLE = ("parallel.strategy=single", "parallel.workers=1")
+SINGLE = ("parallel.strategy=single", "parallel.workers=1", "parallel.cpus_per_worker=1")
 
 
 def experiment(**keys: Any) -> Experiment:
@@ -185,7 +185,7 @@ def test_one_process_with_all_cores_is_advised_where_it_is_clearly_faster() -> N
     (one,) = tiny(single=30_000)
     assert one.reason.startswith("1 process on both cores is 4.69x as fast as 2 workers (95% CI 4.69x to 4.69x).")
     assert one.use == "1 process on both cores"
-    assert one.overrides == (*SINGLE, "parallel.cpus_per_worker=2")
+    assert one.overrides == (*SINGLE[:2], "parallel.cpus_per_worker=2")
     for single, noise in ((5_000, 0.0), (6_600, 0.0), (8_000, 0.25)):
         assert not any(one.use for one in tiny(single=single, noise=noise))
 
@@ -196,7 +196,7 @@ def test_a_faster_row_has_its_micro_batches_and_no_options_that_it_does_not_know
     trial = MAIN.model_copy(update={"options": {"static_graph": True}})
     (one,) = run(rate=50, trial=trial, declared=experiment(parallel__options={"static_graph": True}))
     assert "'parallel.options={}'" in one.overrides
-    assert shlex.split(" ".join(one.overrides)) == [*SINGLE, "parallel.options={}"]
+    assert shlex.split(" ".join(one.overrides)) == [*SINGLE[:2], "parallel.options={}", *SINGLE[2:]]
 
 
 def configurations(*, dp: float, ddp: float, losses: Sequence[float] = (2.0,) * 5, **more: Any) -> tuple[Advice, ...]:

@@ -226,7 +226,7 @@ def test_a_small_dataset_cannot_be_measured_on(samples: int, epochs: int, reason
 
 # What its result says
 
-PLACES = (("Report", "runs/r/report.html"), ("More", "pipeline show latest --full    MLflow: pipeline ui"))
+PLACES = (("Report", "runs/r/report.html"), ("More", "pipeline show 9eaf --full    MLflow: pipeline ui"))
 COMMAND = "pipeline benchmark resnet.yaml seed=2 --strategies single,ddp --repeats 3"
 CURVE = tuple(BatchCost(samples=size, forward_ms=3.0 * size, backward_ms=6.0 * size, data_ms=0.0) for size in (1, 64))
 ALONE = Costs(curve=CURVE, gradients=(Gradient(bytes=4 * 2**20, ready=1.0),), world_size=1)
@@ -342,7 +342,7 @@ def test_a_screen_has_room_for_many_rows_and_says_what_is_left_out() -> None:
     cells = [cell(f"fsdp-{n}", n, variant="activation_checkpointing, mixed") for n in range(2, 30)]
     found = rows(dict.fromkeys(["baseline", *(one.name for one in cells)], (100.0, 100.1)), ONE, *cells)
     lines = shown(result(found)).splitlines()
-    assert any(re.fullmatch(r"\d+ more: pipeline show latest --full", line) for line in lines)
+    assert any(re.fullmatch(r"\d+ more rows with --full or --verbose", line) for line in lines)
     assert any(line.startswith("29 workers") for line in lines)  # the result is about it
 
 

@@ -231,7 +231,7 @@ def unresolved(rate: float, *, noise: float, role: str = "main") -> str:
     return " ".join(filter(None, (f"{doubt.reason}.", doubt.remedy, *doubt.command)))
 
 
-TOO_FEW = "8 rounds are too few for a speedup this close to 1x. Train again and measure longer (about 1 min 20 s): run "
+FEW = "8 rounds are too few for a speedup this close to 1x. Train again and measure longer (for about 1 min 20 s): run "
 CLOSE = "The speedup is too close to 1x to measure on this machine."
 
 
@@ -240,8 +240,8 @@ CLOSE = "The speedup is too close to 1x to measure on this machine."
     [
         # An interval of 5.3% around 3.0% gets there with 21 pairs, 8 of which took 30 s. Student's t is 2.36 for 8
         # pairs and 2.09 for 21: 5.3% x 2.09 / 2.36 x (8 / 21) ** 0.5 is 2.9%.
-        (103, 0.05, f"{TOO_FEW}benchmark.rounds=21 benchmark.time_budget_s=80"),
-        (100 / 1.03, 0.05, f"{TOO_FEW}benchmark.rounds=21 benchmark.time_budget_s=80"),
+        (103, 0.05, f"{FEW}benchmark.rounds=21 benchmark.time_budget_s=80"),
+        (100 / 1.03, 0.05, f"{FEW}benchmark.rounds=21 benchmark.time_budget_s=80"),
         (100, 0.05, CLOSE),
         (101, 0.05, CLOSE),
         (101, 0.9, "The machine was too busy with other work. Train again on an idle machine: run"),

@@ -28,7 +28,7 @@ from pipeline.results.speedup import measure_rows
 from pipeline.results.terminal import format_full
 
 FOLDER = "runs/20261125-211028-resnet-digits-3c35"
-PLACES = (("Report", f"{FOLDER}/report.html"), ("More", "pipeline show latest --full    MLflow: pipeline ui"))
+PLACES = (("Report", f"{FOLDER}/report.html"), ("More", "pipeline show 9eaf --full    MLflow: pipeline ui"))
 COMMAND = "pipeline run experiments/resnet.yaml"
 METRICS = {"train/loss": 0.01, "validation/loss": 0.02988, "validation/accuracy": 0.9944}
 NORMS = ("BatchNorm2d",)

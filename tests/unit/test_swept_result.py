@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 RUN = "20261125-211028-mlp-sweep-sweep-3c35"
 PLACES = (
     ("Report", f"runs/{RUN}/report.html"),
-    ("More", "pipeline show latest --full    MLflow: pipeline ui"),
+    ("More", "pipeline show 9eaf --full    MLflow: pipeline ui"),
 )
 TRIALS: list[tuple[float, float, list[int], State, float | None, int]] = [
     (0.03714, 0.8951, [128, 128], "completed", 0.03459, 27),
@@ -68,7 +68,7 @@ def test_a_sweep_that_was_interrupted_names_what_failed_and_what_is_left(monkeyp
 
 def test_of_many_trials_the_best_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(result(monkeypatch, TRIALS * 7))
-    assert "pipeline show latest --full" in text
+    assert "pipeline show 9eaf --full" in text
     assert "4              0.02532" in text
 
 
