@@ -46,8 +46,8 @@ from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.record.recorder import Recorder
 from pipeline.tasks import Loss
+from pipeline.train.order import mix
 from pipeline.train.ranks import synchronize
-from pipeline.train.seeds import mix
 
 RESULTS = Path(__file__).parent / "results"
 SEED, LOG_EVERY = 17, 10

@@ -34,8 +34,7 @@ from pipeline.protocol.events import (
     SystemMetrics,
 )
 from pipeline.protocol.progress import report_progress_to
-from pipeline.protocol.rank import Job, Rank
-from pipeline.protocol.trial import BatchCheck, Evaluation, Training, Trial, trial_from_json
+from pipeline.protocol.trial import BatchCheck, Evaluation, Job, Rank, Training, Trial, trial_from_json
 from pipeline.train import compilation, errors
 from pipeline.train.loader import close_new_loaders
 from pipeline.train.ranks import device_of, set_backends, uuid_of

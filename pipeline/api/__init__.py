@@ -30,15 +30,13 @@ from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, Terminated, UsageError, terminate
 from pipeline.experiment import references
-from pipeline.experiment.load import ExperimentFile, from_mapping, load
+from pipeline.experiment.load import ExperimentFile, from_mapping, load, parse_vary
 from pipeline.experiment.summary import to_yaml
 from pipeline.experiment.targets import allowed_packages, check_not_importing
 from pipeline.experiment.values import Component
-from pipeline.experiment.variant_files import parse_vary
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.protocol.events import WEIGHTS, Metrics
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training
+from pipeline.protocol.trial import Rank, Training
 from pipeline.protocol.trial_result import is_of_whole_run
 from pipeline.record import journal, loss_file, runs
 from pipeline.record.console import stages_on
@@ -51,13 +49,13 @@ from pipeline.results.prediction import parse_link
 from pipeline.results.terminal import format_screen
 from pipeline.system import environment, handle_signals, hang_up, importable, missing_user_variables
 from pipeline.tasks import Loss
-from pipeline.tracking.outcome import TrackingOutcome, places_of
+from pipeline.tracking.store import TrackingOutcome, places_of
 from pipeline.train.build import build
 from pipeline.train.evaluate import forward
 from pipeline.train.exported import trained_model
 from pipeline.train.loader import to_device
+from pipeline.train.order import keep_generators
 from pipeline.train.reference import Reference
-from pipeline.train.seeds import keep_generators
 from pipeline.wording import format_parallel
 
 if TYPE_CHECKING:

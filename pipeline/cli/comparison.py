@@ -137,7 +137,7 @@ def compare(
         raise UsageError(f"--target compares times, so trainings run one at a time. Remove --concurrent {concurrent}.")
     with consoles(as_json=as_json, quiet=quiet, prints=dry_run) as terminal:
         begin_stage("reading the experiments")
-        from pipeline.experiment.variant_files import read_variants
+        from pipeline.experiment.load import read_variants
 
         variants = read_variants(files, with_address(overrides, address), vary=vary)
         begin_stage("importing torch")

@@ -136,7 +136,7 @@ def benchmark(
     verbose: Verbose = False,
 ) -> None:
     """Measure the speed of strategies, workers, batch sizes and other keys."""
-    from pipeline.experiment.variant_files import parse_vary
+    from pipeline.experiment.load import parse_vary
 
     varied, shared = parse_vary(vary) if vary is not None else ([], [])
     overrides = [*with_address(overrides, address), *shared]

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from pipeline import registry
 from pipeline.drive import preflight
-from pipeline.drive.checkpoints import find_initial
-from pipeline.drive.directions import directions
+from pipeline.drive.checkpoints import directions, find_initial
 from pipeline.drive.execute import execute, explain_problems
 from pipeline.drive.recorded_run import Membership, artifact, is_complete, recorded
 from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
@@ -43,8 +42,7 @@ from pipeline.results.record import Result
 from pipeline.results.terminal import print_result
 from pipeline.system import begin_stage, uncollected
 from pipeline.tracking import loggers
-from pipeline.tracking.outcome import TrackingOutcome, places_of
-from pipeline.tracking.store import is_server, resolve_uri, run_page, ui_address
+from pipeline.tracking.store import TrackingOutcome, is_server, places_of, resolve_uri, run_page, ui_address
 
 TABLE_NAME = "speedup_table.json"
 """Table of a result's facts in MLflow's format."""

@@ -15,8 +15,7 @@ from pipeline.record.folder import sweep_of, trials_of
 from pipeline.record.runs import summarize_run
 from pipeline.tracking.follow import describe_failure
 from pipeline.tracking.mlflow import delete_runs
-from pipeline.tracking.outcome import TrackingOutcome
-from pipeline.tracking.store import sqlite_path, with_credentials
+from pipeline.tracking.store import TrackingOutcome, sqlite_path, with_credentials
 
 _KEPT = "so no folder is removed. To delete only the folders, use --keep-mlflow."
 

@@ -13,9 +13,8 @@ from pipeline.drive.recorded_run import Membership
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.launch.outer import check_workers, follow, leading
-from pipeline.plan.describe import describe, record
 from pipeline.plan.outer_launcher import is_follower
-from pipeline.plan.plan import Plan, make_plan, restriction
+from pipeline.plan.plan import Plan, describe, make_plan, record, restriction
 from pipeline.protocol.events import WEIGHTS, Started
 from pipeline.protocol.trial import Baseline, Training
 from pipeline.protocol.trial_outcome import Outcome

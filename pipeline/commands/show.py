@@ -18,7 +18,7 @@ from pipeline.record.screen import OptionalConsole, print_screen, write
 from pipeline.record.trial_progress import RunProgress
 from pipeline.results import record
 from pipeline.results.terminal import WIDTH, format_full, format_screen, wrap
-from pipeline.tracking.outcome import places_of
+from pipeline.tracking.store import places_of
 
 
 def show(

@@ -44,7 +44,7 @@ from pipeline.commands.sweep_trial import (
     stop_trials,
     train_trial,
 )
-from pipeline.drive.directions import direction_of, judges
+from pipeline.drive.checkpoints import direction_of, judges
 from pipeline.drive.resume import check_same, earlier
 from pipeline.errors import Problem, ResourceError, TrainingError, UsageError, refusals
 from pipeline.experiment.load import ExperimentFile, override

@@ -43,7 +43,7 @@ from pipeline.system import (
     undisturbed,
 )
 from pipeline.tracking.follow import sync
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import TrackingOutcome
 from pipeline.wording import counted
 
 CPUS, MODULE = "parallel.cpus_per_worker", "pipeline.commands.sweep_trial"

@@ -1,4 +1,4 @@
-"""Small real datasets that need no download: they are installed with scikit-learn.
+"""Small real data that needs no download: tables and images that are installed with scikit-learn, and a text.
 
 digits: the test set of Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits", doi 10.24432/C50P49.
 breast_cancer: Wolberg et al. 1993, "Breast Cancer Wisconsin (Diagnostic)", doi 10.24432/C5DW2B. wine: Aeberhard and
@@ -7,7 +7,7 @@ Forina 1992, doi 10.24432/C5PC7J. iris: Fisher 1936, doi 10.24432/C56C76.
 
 import importlib.util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -118,3 +118,55 @@ def _read(name: str, **options: Any) -> np.ndarray[Any, Any]:
     assert package is not None
     assert package.origin is not None
     return np.loadtxt(Path(package.origin).parent / "datasets" / "data" / name, delimiter=",", **options)
+
+
+VOCABULARY_SIZE: Final = 128
+"""Number of ASCII codes, which are the tokens; other characters become "?"."""
+
+
+def characters(
+    *,
+    context_length: int = 64,
+    source: str | None = None,
+    max_characters: int | None = None,
+    validation_fraction: float = 0.1,
+) -> Splits:
+    """Return windows of a text as pairs (tokens, next_tokens), a token for each character.
+
+    Both are int64 of shape (context_length,) with values below 128. Windows overlap only in the last next token. A
+    remainder at the end is not used.
+
+    Args:
+        context_length: tokens in a window.
+        source: UTF-8 text file. Default: the topics of Python's help(), about 450,000 characters of English, the same
+            on all machines with the same Python version.
+        max_characters: use only this many characters from the start of the text.
+        validation_fraction: part of the text to validate on, taken from its end; 0 for none.
+
+    Raises:
+        ExperimentError: the source can't be read, or is too short for a window.
+    """
+    check_fraction(validation_fraction)
+    if source is None:
+        from pydoc_data.topics import topics  # half a megabyte of source, loaded only if used
+
+        text = "\n".join(topics[name] for name in sorted(topics))
+    else:
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            message = f"can't read {source} as UTF-8 text ({error}); name another file"
+            raise ExperimentError.of("data.source", message) from error
+    tokens = torch.tensor(list(text.encode("ascii", errors="replace")), dtype=torch.int64)[:max_characters]
+    cut = len(tokens) - round(validation_fraction * len(tokens))
+    held_out = _windows(tokens[cut:], length=context_length) if validation_fraction else None
+    return Splits(_windows(tokens[:cut], length=context_length), held_out)
+
+
+def _windows(tokens: Tensor, *, length: int) -> TensorDataset:
+    if length < 1 or len(tokens) <= length:
+        most = max(1, len(tokens) - 1)
+        message = f"is {length}, but the text has {len(tokens)} characters; write a number from 1 to {most}"
+        raise ExperimentError.of("data.context_length", message)
+    used = (len(tokens) - 1) // length * length
+    return TensorDataset(tokens[:used].view(-1, length), tokens[1 : used + 1].view(-1, length))

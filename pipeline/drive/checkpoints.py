@@ -1,20 +1,68 @@
-"""Weights of runs: the checkpoint that is evaluated or exported, and what ``train.start_from`` names."""
+"""Weights of runs: the checkpoint that is evaluated or exported, what ``train.start_from`` names, and which is best."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pipeline.drive.directions import direction_of, judges
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, UsageError
+from pipeline.experiment import components, references
 from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.reported import PREFIX, source_of
 from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Direction, Mode
 from pipeline.protocol.events import WEIGHTS, Finished
 from pipeline.protocol.trial import PARENTS, Weights
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, id_of, read_state, trials_of
+from pipeline.system import undisturbed
 from pipeline.train.manifest import Manifest, best, entries, step_of, verify
 from pipeline.train.storage import Storage, address_of
 from pipeline.wording import did_you_mean
+
+
+def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """Build the metrics, which know which values are good; of those that need run-time values, return the classes."""
+    with undisturbed():
+        from pipeline.train import metrics
+
+    filled = references.fill_in(experiment).metrics
+    late = {name for name, one in filled.items() if "${" in one.model_dump_json()}
+    early = {name: one for name, one in filled.items() if name not in late}
+    built: dict[str, Any] = dict(metrics.build(partial(components.build, allowed=allowed), early))
+    for name in late:
+        built[name] = components.resolve(experiment.metrics[name], key=f"metrics.{name}", allowed=allowed)
+    return built
+
+
+def direction_of(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -> Direction:
+    """Return the direction in which a metric is better, which the file names at ``key``."""
+    with undisturbed():
+        from pipeline.train import metrics
+
+    return metrics.direction(metric, mode, key=key, judges=judges)
+
+
+def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Direction]:
+    """Return the direction in which each validation metric is better, by reported name: ``checkpoint.best`` first.
+
+    Metrics whose class does not define it are left out. With several optimizers, which may train adversaries, all are
+    left out but ``checkpoint.best``: a discriminator's accuracy is good neither if it is high nor if it is low.
+    """
+    found: dict[str, Direction] = {}
+    for name, metric in experiment.metrics.items():
+        kind = components.resolve(metric, key=f"metrics.{name}", allowed=allowed)
+        if isinstance(is_higher := getattr(kind, "higher_is_better", None), bool):
+            found[f"{PREFIX}{name}"] = "max" if is_higher else "min"
+    found[f"{PREFIX}loss"] = "min"
+    best, mode = experiment.checkpoint.best, experiment.checkpoint.mode
+    others = {} if experiment.optimizers else {name: each for name, each in found.items() if name != best}
+    if best is None:
+        return others
+    own = found.get(best, found.get(f"{PREFIX}{source_of(best, experiment.metrics)}"))
+    direction = own if mode == "auto" else mode
+    return others if direction is None else {best: direction, **others}
+
 
 BEST, LAST = "best", "last"
 

@@ -13,8 +13,7 @@ import psutil
 from pydantic import ValidationError
 
 from pipeline import registry
-from pipeline.drive.checkpoints import find_initial
-from pipeline.drive.directions import direction_of, judges
+from pipeline.drive.checkpoints import direction_of, find_initial, judges
 from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, Problem, ResourceError, refusals
 from pipeline.experiment import components, references, sweep
@@ -24,8 +23,7 @@ from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import allowed_packages
 from pipeline.launch.base import Session
 from pipeline.plan import resources
-from pipeline.plan.describe import DataSizes
-from pipeline.plan.plan import make_plan
+from pipeline.plan.plan import DataSizes, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import BatchCheck, Trial

@@ -8,8 +8,7 @@ from pipeline.experiment.schema import Parallel
 from pipeline.launch import base
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
 
 

@@ -22,7 +22,7 @@ from pipeline.errors import ResourceError, Terminated, TrainingError, UsageError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.launch.base import LOOPBACK, Attempt, StopRequest
-from pipeline.launch.rank_facts import (
+from pipeline.launch.node_facts import (
     RankFacts,
     address_facing,
     combine_facts,
@@ -37,8 +37,7 @@ from pipeline.plan.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.plan.plan import Plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial, trial_from_json
+from pipeline.protocol.trial import Rank, Trial, trial_from_json
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import SAME_S, abandon, end_after, on_sigterm, undisturbed
 from pipeline.wording import listed

@@ -23,14 +23,12 @@ from pipeline.errors import ResourceError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base, cluster
 from pipeline.launch.base import LOOPBACK
-from pipeline.launch.node_facts import INSTALL_SAME_COMMIT
-from pipeline.launch.rank_facts import find_versions, interface_variables
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, find_versions, interface_variables
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, open_server
 from pipeline.protocol.events import Warned
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, Training, Trial, trial_from_json
+from pipeline.protocol.trial import Baseline, Rank, Training, Trial, trial_from_json
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import begin_stage, environment, python_path
 from pipeline.train.storage import address_of

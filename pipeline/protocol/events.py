@@ -10,8 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.errors import Problem
 from pipeline.experiment.values import Direction, Recorded
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import PARENTS, Role, Split, Status
+from pipeline.protocol.trial import PARENTS, Rank, Role, Split, Status
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.wording import counted, listed
 

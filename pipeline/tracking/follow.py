@@ -26,8 +26,15 @@ from pipeline.record import journal
 from pipeline.record.folder import is_kept, killed, trials_of
 from pipeline.tracking import loggers
 from pipeline.tracking.mlflow import METRICS_PER_CALL, MlflowRun
-from pipeline.tracking.outcome import TrackingOutcome, link_of
-from pipeline.tracking.store import check_store, create_store, is_server, run_link, with_credentials
+from pipeline.tracking.store import (
+    TrackingOutcome,
+    check_store,
+    create_store,
+    is_server,
+    link_of,
+    run_link,
+    with_credentials,
+)
 from pipeline.wording import counted, join_names
 
 INCOMPLETE = 3

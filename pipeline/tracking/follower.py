@@ -20,7 +20,7 @@ from pipeline.record.folder import LOG_NAME, is_kept
 from pipeline.record.recorder import Recorder
 from pipeline.system import end_stage
 from pipeline.tracking.follow import INCOMPLETE, UNKNOWN_END
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import TrackingOutcome
 from pipeline.wording import join_names
 
 _DRAIN_SECONDS, _INTERRUPTED_SECONDS = 60.0, 8.0  # after Ctrl-C or SIGTERM; pipeline sync sends the rest

@@ -21,8 +21,7 @@ from pipeline.protocol.trial import EVALUATION, Status
 from pipeline.protocol.trial_result import is_of_whole_run
 from pipeline.tracking.loggers import scalars
 from pipeline.tracking.model import RUN_TAG, log_model, register
-from pipeline.tracking.outcome import TrackingOutcome
-from pipeline.tracking.store import artifact_root, create_store
+from pipeline.tracking.store import TrackingOutcome, artifact_root, create_store
 from pipeline.wording import format_parallel
 
 if TYPE_CHECKING:

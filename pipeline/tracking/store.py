@@ -1,22 +1,29 @@
-"""MLflow's tracking store by its URI: checks before a run, creation of a SQLite file, links to pages of its UI."""
+"""MLflow's tracking store by its URI: checks before a run, a SQLite file, links, and what was sent there of a run."""
 
 import os
 import sqlite3
 import tempfile
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from pipeline.errors import ResourceError
 from pipeline.experiment.uris import SQLITE, expand_home, problem_of, without_credentials
+from pipeline.protocol.events import ArtifactSaved, ModelExported, ModelSaved
+from pipeline.record import journal
+from pipeline.record.folder import FolderFile
 from pipeline.system import hold_lock
+from pipeline.tracking import loggers
+from pipeline.wording import counted
 
 _HEALTH_TIMEOUT_S = 3
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 _UI_ADDRESS = "http://127.0.0.1:5000"  # of `pipeline ui` by default
-_COMPANIONS = ("-journal", "-wal", "-shm")
-"""Suffixes of the files that SQLite keeps beside an open database, or after its writer was killed."""
+_COMPANIONS = ("-journal", "-wal", "-shm")  # of the files beside a SQLite database that is open or was left by a kill
 _PATIENCE_S = 60.0  # creating takes two seconds, on a busy machine many times that
 
 
@@ -161,3 +168,85 @@ def runs_link(address: str, experiment_id: str) -> str:
 def ui_address(uri: str) -> str:
     """Return the address of the UI: the server's, or the default of ``pipeline ui``."""
     return without_credentials(uri).rstrip("/") if is_server(uri) else _UI_ADDRESS
+
+
+LINK_LABEL = "mlflow   "
+"""Start of the line with the address of a run, see `link_of`."""
+Upload = Annotated[ArtifactSaved | ModelSaved, Field(discriminator="kind")]
+
+
+class TrackingOutcome(FolderFile):
+    """State of the delivery of a run to MLflow. It is written after each call, so that a kill repeats one call."""
+
+    file_name: ClassVar[str] = "sync.json"
+    offset: int = 0
+    """Bytes of the journal that MLflow has accepted or refused."""
+    is_closed: bool = False
+    """True if the last of them was the end of the run."""
+    experiment_id: str = ""
+    """MLflow's id of the experiment; empty if MLflow never answered."""
+    run_id: str = ""
+    """MLflow's id of the main run; empty if MLflow never answered."""
+    delivered: bool = False
+    """True if MLflow has everything that it accepts, and the run has ended."""
+    uri: str = ""
+    """URI of the store, without credentials, if it isn't the run's own."""
+    message: str = ""
+    """Missing results and the command that sends them; after a sync, the link to the run; else empty."""
+    trouble: str = ""
+    """Reason of the current outage; empty if there is none."""
+    children: dict[str, str] = {}
+    """MLflow's ids of the measurements by trial."""
+    errors: dict[str, str] = {}
+    """First error of each trial of this session."""
+    uploads: list[Upload] = []
+    """Files to upload; metrics don't wait for them."""
+    models: list[ModelSaved] = []
+    """Models, uploaded at the end: a measurement may follow."""
+    exported: ModelExported | None = None
+    """Folder of the last model as MLflow keeps it."""
+    logs_model: bool = True
+    is_trial: bool = False
+    has_finished: bool = False
+    refused: int = 0
+    """Number of events that MLflow has refused for good."""
+    missing: list[str] = []
+    """Files that are not sent, after a warning."""
+
+    def waiting(self, folder: Path) -> str:
+        """Describe what MLflow lacks, e.g. "12 events and 3 files"; empty if nothing."""
+        events = 0
+        with suppress(OSError), (folder / journal.FILE_NAME).open("rb") as file:
+            file.seek(self.offset)
+            events = sum(1 for _ in file)
+        counts = {"event": events, "file": len(self.uploads)}
+        return " and ".join(counted(count, noun, spec=",") for noun, count in counts.items() if count)
+
+    def fail(self, folder: Path, *, trouble: str = "the driver was killed", what: str = "some results") -> None:
+        """Note that ``what`` is missing, and why: by default what is true if the driver is killed from now on."""
+        self.delivered = False
+        self.message = (
+            f"not in MLflow yet: {what} ({trouble}). Nothing is lost. "
+            f"Send the rest with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
+        )
+
+
+def link_of(uri: str, outcome: TrackingOutcome) -> str:
+    """Return the line with the address of a run in the UI of its tracking store."""
+    return f"{LINK_LABEL}{run_link(uri, outcome.experiment_id, outcome.run_id)}"
+
+
+def places_of(folder: Path, *, is_running: bool = False) -> str:
+    """Return the places of a run's results, a line each; a run that is running still sends them."""
+    opened, outcome = journal.opened(folder / journal.FILE_NAME), TrackingOutcome.read(folder)
+    lines = [f"run      {folder}"]
+    if (folder / "report.html").exists():
+        lines.append(f"report   {folder / 'report.html'}")
+    if outcome and outcome.run_id:
+        uri = outcome.uri or (opened.tracking_uri if opened else "")
+        lines.append(link_of(uri, outcome))
+        lines.append(f"all runs {runs_link(ui_address(uri), outcome.experiment_id)}")
+    lines += loggers.places(folder)
+    if outcome and not outcome.delivered and not is_running:
+        lines.append(outcome.message)
+    return "\n".join(lines)

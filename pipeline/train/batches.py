@@ -19,17 +19,24 @@ from pipeline.experiment.components import parameters_of
 from pipeline.experiment.schema import DEFAULT_COLLATE, Experiment
 from pipeline.experiment.values import Component
 from pipeline.protocol import progress
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Split, Training, Trial
+from pipeline.protocol.trial import Rank, Split, Training, Trial
 from pipeline.strategies.base import Strategy
 from pipeline.train import iterable
 from pipeline.train.iterable import IterableLoader, is_iterable
 from pipeline.train.loader import BatchLoader, Pair, pins, prefetch, to_device
 from pipeline.train.manifest import DataDigest
-from pipeline.train.order import Indices, MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches
+from pipeline.train.order import (
+    Indices,
+    MicroBatch,
+    SampleOrder,
+    evaluation_batches,
+    evaluation_of_whole_batches,
+    keep_generators,
+    mix,
+    seed_all,
+)
 from pipeline.train.reader import Collation, copy_dataset, find_datasets_with_epoch, set_epoch
 from pipeline.train.same import check_data, check_order, fingerprint
-from pipeline.train.seeds import keep_generators, mix, seed_all
 
 Datasets = tuple[Any, Any, Any]
 """Training, validation and test set; None in place of a set that there isn't."""

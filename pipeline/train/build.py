@@ -7,8 +7,7 @@ import torch
 
 from pipeline.experiment import components, references
 from pipeline.protocol.events import AnyEvent, Outbox
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.train import compilation, optim, recomputation, several, trainer, weights
 from pipeline.train.batches import Batches, Datasets
 from pipeline.train.built_in_hooks import find_hooks

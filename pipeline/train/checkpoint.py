@@ -20,8 +20,7 @@ from pipeline.errors import ExperimentError, PipelineError, Stopped
 from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import CheckpointSaved, Resumed
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
 from pipeline.train import manifest as manifests
 from pipeline.train import saved_state

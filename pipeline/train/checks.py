@@ -16,8 +16,8 @@ from pipeline.tasks.trainee import AsModule, count_samples
 from pipeline.train.kept import keep_buffers
 from pipeline.train.names import find_trainable, shown
 from pipeline.train.optim import stays_in_evaluation
+from pipeline.train.order import keep_generators, seed_all
 from pipeline.train.same import attribute_prints, find_differing
-from pipeline.train.seeds import keep_generators, seed_all
 from pipeline.wording import first_line, listed
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Flops, Gradient
 from pipeline.train.kept import (
     HeldStep,

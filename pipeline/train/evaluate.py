@@ -2,22 +2,26 @@
 
 import logging
 import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from pipeline.errors import ExperimentError, Problem
 from pipeline.experiment.reported import PREFIX, mlflow_name, source_of
-from pipeline.protocol.events import Phase, Point
+from pipeline.protocol.events import ArtifactSaved, Phase, Point
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Measurement, Split
 from pipeline.protocol.trial_result import Best
 from pipeline.tasks import Loss, count_samples, gathering
-from pipeline.train import errors, pictures
+from pipeline.train import errors
 from pipeline.train.checks import check_log_names, check_losses_given
 from pipeline.train.hooks import Hook, name_of
 from pipeline.train.kept import keep_buffers
@@ -33,9 +37,8 @@ from pipeline.train.metrics import (
 )
 from pipeline.train.names import TASK, shown
 from pipeline.train.optim import evaluating
-from pipeline.train.order import MicroBatch
+from pipeline.train.order import MicroBatch, keep_generators, mix, seed_all
 from pipeline.train.ranks import broadcast_from_first, copy_from_first, gather
-from pipeline.train.seeds import keep_generators, mix, seed_all
 from pipeline.train.state import State
 from pipeline.train.watch import mark
 from pipeline.wording import first_line
@@ -44,6 +47,56 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
     from pipeline.train.meter import Meter
+    from pipeline.train.state import State
+
+_LEAST_PIXELS = 48
+"""Height of an image in a picture, at least; smaller ones are enlarged by a whole number."""
+
+
+def send_curve(s: "State", name: str, drawn: Drawable) -> None:
+    """Send a curve or a large result of the last evaluation from rank 0 as metrics/NAME.csv and .png."""
+    if not s.rank.is_first:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        table, picture = Path(folder) / "curve.csv", Path(folder) / "curve.png"
+        drawn.write(table)
+        drawn.draw(picture, title=name)
+        for path in (table, picture):
+            _send(s, path, f"metrics/{quote(name, safe='')}{path.suffix}")
+
+
+def send_images(s: "State", name: str, grid: Tensor) -> None:
+    """Send images, as `arrange` returns them, from rank 0 as samples/NAME-STEP.png."""
+    if not s.rank.is_first:
+        return
+    from matplotlib.image import imsave  # takes half a second, needed for pictures only
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picture.png"
+        imsave(path, grid.numpy())
+        _send(s, path, f"samples/{quote(name, safe='')}-{s.step:06d}.png")
+
+
+def _send(s: "State", path: Path, place: str) -> None:
+    if s.outbox is not None:
+        s.outbox.file(path, place)
+        s.send(ArtifactSaved(trial=s.trial.name, path=place))
+
+
+def arrange_images(images: Tensor) -> Tensor:
+    """Arrange images (images, channels, height, width) of values from 0 to 1 in a grid: bytes (height, width, 3)."""
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or not len(images):
+        raise ValueError(f"images have the shape {tuple(images.shape)}, not (images, 1 or 3 channels, height, width)")
+    factor = max(1, -(-_LEAST_PIXELS // images.shape[2]))
+    pixels = (images.detach().float().cpu().clamp(0, 1) * 255).round().byte().expand(-1, 3, -1, -1)
+    framed = pad(pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3), (1, 1, 1, 1), value=255)
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = -(-len(images) // columns)
+    filled = pad(framed, (0, 0, 0, 0, 0, 0, 0, rows * columns - len(images)), value=255)
+    _, channels, height, width = filled.shape
+    cells = filled.view(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    return cells.reshape(rows * height, columns * width, channels)
+
 
 _log = logging.getLogger(__name__)
 Show = Callable[[str, Drawable], None]
@@ -287,14 +340,14 @@ def validate(s: State, meter: "Meter") -> dict[str, float]:
     s.schedules.after_evaluation(values)
     meter.send([point for hook in s.hooks for point in _call_after_evaluation(hook, s, values)])
     for name, curve in curves.items() if s.is_over else ():
-        pictures.curve(s, name, curve)
+        send_curve(s, name, curve)
     return values
 
 
 def evaluate_test(s: State, *, best: Best | None) -> None:
     """Evaluate the test set, if there is one, with the weights of the result, and report the values. Collective."""
     step = best.step if best else s.step
-    values = evaluate(s, split="test", show=lambda name, curve: pictures.curve(s, f"test {name}", curve))
+    values = evaluate(s, split="test", show=lambda name, curve: send_curve(s, f"test {name}", curve))
     s.meter.send([Point(name, step, value) for name, value in values.items()])
 
 
@@ -322,7 +375,7 @@ def _draw(s: State) -> None:
         gathering.current.begin(s, None, exchange=False)
         seed_all(mix(s.seed, "pictures"), s.device)
         try:
-            drawn = {name: pictures.arrange(images) for name, images in s.task.pictures(s.model).items()}
+            drawn = {name: arrange_images(images) for name, images in s.task.pictures(s.model).items()}
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             _log.warning("the task could not draw", exc_info=error)
             drawn = {}
@@ -331,4 +384,4 @@ def _draw(s: State) -> None:
         finally:
             s.wrapped.train()
     for name, grid in drawn.items():
-        pictures.images(s, name, grid)
+        send_images(s, name, grid)

@@ -25,9 +25,9 @@ from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.system import find_memory_limits
 from pipeline.train.names import TASK
+from pipeline.train.order import keep_generators
 from pipeline.train.parts import seeded_model
 from pipeline.train.reference import Reference, check
-from pipeline.train.seeds import keep_generators
 from pipeline.wording import first_line
 
 _COPIES = 3

@@ -20,10 +20,9 @@ from torch.utils.data import IterableDataset
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.train.order import MicroBatch, SampleOrder
+from pipeline.train.order import MicroBatch, SampleOrder, keep_generators, mix, seed_all
 from pipeline.train.reader import Collation, make_read_error
 from pipeline.train.same import fingerprint
-from pipeline.train.seeds import keep_generators, mix, seed_all
 
 _log = logging.getLogger(__name__)
 _HEAD = 16

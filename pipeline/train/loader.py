@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from pipeline.experiment.schema import Loader
 from pipeline.system import sigterm_blocked, sigterm_only_from
-from pipeline.train.order import MicroBatch
+from pipeline.train.order import MicroBatch, keep_generators
 from pipeline.train.reader import (
     Collation,
     Reader,
@@ -32,7 +32,6 @@ from pipeline.train.reader import (
     make_shared_memory_error,
     unwrap,
 )
-from pipeline.train.seeds import keep_generators
 
 Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from pipeline.errors import ExperimentError, Problem
 from pipeline.experiment.reported import source_of
 from pipeline.experiment.values import Component, Create, Direction, Mode
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.ranks import gather
 from pipeline.train.same import fingerprint
 

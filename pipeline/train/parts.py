@@ -10,12 +10,11 @@ from pipeline import registry
 from pipeline.errors import ExperimentError
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Component, Create
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Trainee
 from pipeline.train.names import TASK
-from pipeline.train.seeds import keep_generators, mix, seed_all
+from pipeline.train.order import keep_generators, mix, seed_all
 from pipeline.wording import counted
 
 

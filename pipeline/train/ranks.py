@@ -18,8 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from pipeline.errors import PipelineError, ResourceError, TrainingError
 from pipeline.protocol.events import Phase
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.train.watch import mark, waiting
 
 T = TypeVar("T")

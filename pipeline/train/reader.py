@@ -24,9 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.train.order import MicroBatch
+from pipeline.train.order import MicroBatch, has_drawn_since, keep_generators, mix, mixer, seed_all
 from pipeline.train.same import fingerprint
-from pipeline.train.seeds import has_drawn_since, keep_generators, mix, mixer, seed_all
 
 Collate = Callable[[list[Any]], Any]
 _CHECKED, _EVERY = 16, 64

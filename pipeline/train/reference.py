@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import REFERENCE
+from pipeline.train.order import keep_generators, seed_all
 from pipeline.train.same import attribute_prints, prints
-from pipeline.train.seeds import keep_generators, seed_all
 from pipeline.wording import first_line, listed
 
 _EXACT, _ROUGH = 1e-4, 5e-2

@@ -31,9 +31,9 @@ from pipeline.train.evaluate import callable_model, forward, full_state_dict, re
 from pipeline.train.exported import Example, write_mlflow_model
 from pipeline.train.kept import keep_buffers
 from pipeline.train.names import TASK
+from pipeline.train.order import keep_generators
 from pipeline.train.ranks import call_on_ranks, gather, local, matmul_precision, synchronize
 from pipeline.train.reference import ModelCall, Reference, record
-from pipeline.train.seeds import keep_generators
 from pipeline.train.state import DTYPES, State
 from pipeline.train.watch import waiting
 from pipeline.wording import counted

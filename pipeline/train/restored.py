@@ -15,12 +15,10 @@ from torch.utils._pytree import tree_map_only
 from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Evaluated, Outbox
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Evaluation, Split
-from pipeline.train import pictures
+from pipeline.protocol.trial import Evaluation, Rank, Split
 from pipeline.train.build import NOBODY, build
 from pipeline.train.checkpoint import check_data
-from pipeline.train.evaluate import evaluate, full_state_dict, prepare, resulting_weights
+from pipeline.train.evaluate import evaluate, full_state_dict, prepare, resulting_weights, send_curve
 from pipeline.train.exported import Example, trained_model, write_onnx, write_program
 from pipeline.train.manifest import Manifest, entry_of
 from pipeline.train.ranks import broadcast_from_first
@@ -60,7 +58,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         raise ExperimentError.of("data", f"there is no {what} set to evaluate{there}")
     prepare(s)
     changed = check_data(s, manifest)
-    values = evaluate(s, split=split, show=lambda name, curve: pictures.curve(s, f"{split} {name}", curve))
+    values = evaluate(s, split=split, show=lambda name, curve: send_curve(s, f"{split} {name}", curve))
     return Evaluated(
         trial=trial.name,
         split=split,

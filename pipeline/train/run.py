@@ -5,8 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeline.protocol.events import Outbox
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import BatchCheck, Training, Trial
+from pipeline.protocol.trial import BatchCheck, Rank, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train import report, trainer
 from pipeline.train.build import build

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.tasks.trainee import AsModule
 from pipeline.train.names import shown
 from pipeline.train.ranks import gather

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.hooks import Hook, name_of
 from pipeline.train.manifest import Entry, StoredFile, find_damage
 from pipeline.train.names import TASK, shown

@@ -17,8 +17,8 @@ from pipeline.tasks import Loss, describe, gathering
 from pipeline.train import errors
 from pipeline.train.checks import check_losses_given
 from pipeline.train.evaluate import share_buffers
+from pipeline.train.order import mix, seed_all
 from pipeline.train.ranks import total_norm
-from pipeline.train.seeds import mix, seed_all
 from pipeline.train.state import State, Stepped
 from pipeline.train.trainer import Stream, call_before_update, clip, observe
 from pipeline.train.watch import mark

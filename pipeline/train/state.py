@@ -16,8 +16,7 @@ from pipeline.experiment.reported import source_of
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Create, Direction, Mode
 from pipeline.protocol.events import AnyEvent, Loaded, Outbox, Warned
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Trainee
 from pipeline.train.batches import Batches

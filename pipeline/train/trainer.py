@@ -26,9 +26,8 @@ from pipeline.train.hooks import Hook
 from pipeline.train.kept import Buffers
 from pipeline.train.meter import Meter
 from pipeline.train.nonfinite import check_weights
-from pipeline.train.order import MicroBatch
+from pipeline.train.order import MicroBatch, has_drawn_since, mix, seed_all
 from pipeline.train.ranks import gather, local, total_norm
-from pipeline.train.seeds import has_drawn_since, mix, seed_all
 from pipeline.train.state import Facts, State, Stepped
 from pipeline.train.watch import mark, mark_step
 

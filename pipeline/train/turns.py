@@ -26,8 +26,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import LEAST_PAIRS
 from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, Reference, Training, Trial
+from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.system import find_processor_s
 from pipeline.train.build import build

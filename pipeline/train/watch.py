@@ -22,7 +22,7 @@ from typing import Self
 
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.errors import OURS, TORCH
 
 GRACE_S = 2.0

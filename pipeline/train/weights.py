@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from pipeline.errors import ExperimentError, PipelineError, Problem
 from pipeline.experiment.train import StartFrom
 from pipeline.protocol.events import Loaded
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Evaluation, Training, Trial, Weights
+from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Weights
 from pipeline.train.names import TASK, shown
 from pipeline.train.ranks import broadcast_from_first, copy_from_first
 from pipeline.train.storage import Storage

@@ -9,7 +9,7 @@ import torch
 import toys
 from torch import Tensor
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.manifest import folder_name, step_of
 from pipeline.train.run import train
 from pipeline.train.storage import Storage

@@ -9,8 +9,7 @@ import toys
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassF1Score
 
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.train.run import train
 
 TASK = "pipeline.tasks.Lightning"

@@ -8,8 +8,7 @@ from pathlib import Path
 from pipeline import worker
 from pipeline.protocol.channel import DirectOutbox
 from pipeline.protocol.events import AnyEvent, Heartbeat, event_to_json
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import trial_from_json
+from pipeline.protocol.trial import Rank, trial_from_json
 
 
 def show(event: AnyEvent) -> None:

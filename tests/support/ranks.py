@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 
 # What takes seconds to import, once for all ranks of all tests; toys have a metric.
 multiprocessing.set_forkserver_preload(

@@ -15,7 +15,7 @@ from job import Recording
 from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.tracking.follow import Delivery
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import TrackingOutcome
 
 if TYPE_CHECKING:  # importing MLflow takes seconds, which tests without a store needn't spend
     from mlflow import MlflowClient

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.protocol.events import Resumed, Warned
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Evaluation, Trial, Weights
+from pipeline.protocol.trial import Evaluation, Rank, Trial, Weights
 from pipeline.train import meter
 from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint

@@ -12,8 +12,7 @@ from pipeline.experiment.summary import to_yaml
 from pipeline.plan.plan import Plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, RunClosed, TrialOpened
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Status
+from pipeline.protocol.trial import Rank, Status
 from pipeline.record import provenance
 from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.train.run import train

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, CellMeasurement, Measurement, Training, Trial
+from pipeline.protocol.trial import Baseline, CellMeasurement, Measurement, Rank, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import Loss
 from pipeline.train import Hook, State

@@ -16,11 +16,11 @@ import toys
 
 from pipeline.errors import TrainingError
 from pipeline.experiment.schema import Parallel
-from pipeline.launch import outer, rank_facts, torchrun
+from pipeline.launch import node_facts, outer, torchrun
 from pipeline.launch.base import Attempt, Session, StopRequest, gracefully
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 
 SESSION = Session(folder=Path(), receive=lambda _: None, parallel=Parallel())
 ENDED = threading.Thread()
@@ -112,12 +112,12 @@ def test_a_launcher_that_ends_all_because_a_rank_died_is_not_the_reason(monkeypa
 def test_interface_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    assert rank_facts.address_facing("127.0.0.1") == "127.0.0.1"
-    loopback = rank_facts.interface_variables("127.0.0.1")
+    assert node_facts.address_facing("127.0.0.1") == "127.0.0.1"
+    loopback = node_facts.interface_variables("127.0.0.1")
     assert loopback["NCCL_SOCKET_IFNAME"] == f"={loopback['GLOO_SOCKET_IFNAME']}"
-    assert rank_facts.interface_variables("192.0.2.1") == {}
+    assert node_facts.interface_variables("192.0.2.1") == {}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert rank_facts.interface_variables("127.0.0.1").keys() == {"NCCL_SOCKET_IFNAME"}
+    assert node_facts.interface_variables("127.0.0.1").keys() == {"NCCL_SOCKET_IFNAME"}
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_rank_0_listens_at_the_address_of_its_name(
         families = [socket.AF_INET6 if ":" in name else socket.AF_INET for name in names]
         return [(family, 1, 6, "", (name, port)) for family, name in zip(families, names, strict=True)]
 
-    monkeypatch.setattr(rank_facts.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(node_facts.socket, "getaddrinfo", resolve)
     there = OuterLauncher(name="srun", rank=0, world_size=2, local_rank=0, local_world_size=1, host="node7", port=29500)
-    assert rank_facts.find_own_address(there) == listens_at
-    assert [rank_facts.is_loopback(address) for address in ("127.0.1.1", "::1", "10.0.0.1")] == [True, True, False]
+    assert node_facts.find_own_address(there) == listens_at
+    assert [node_facts.is_loopback(address) for address in ("127.0.1.1", "::1", "10.0.0.1")] == [True, True, False]
 
 
 def test_a_rank_that_waits_for_its_gpu_is_killed_soon_after_another_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

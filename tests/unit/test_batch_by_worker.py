@@ -14,8 +14,7 @@ from pipeline.errors import ExperimentError
 from pipeline.experiment.load import from_mapping, load
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.summary import flatten, to_yaml
-from pipeline.plan.describe import DataSizes, describe
-from pipeline.plan.plan import make_plan
+from pipeline.plan.plan import DataSizes, describe, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import RunOpened
 from pipeline.record.folder import RunState

@@ -25,28 +25,28 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "": 1_126,
-    "api": 493,
+    "": 1_125,
+    "api": 491,
     "cli": 691,
-    "commands": 4_657,
-    "data": 1_026,
-    "drive": 1_069,
-    "experiment": 3_294,
-    "launch": 1_872,
+    "commands": 4_653,
+    "data": 1_007,
+    "drive": 1_061,
+    "experiment": 3_287,
+    "launch": 1_856,
     "models": 408,
-    "plan": 668,
-    "protocol": 1_434,
+    "plan": 660,
+    "protocol": 1_431,
     "record": 1_569,
     "results": 3_304,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_700,
-    "train": 9_212,
+    "train": 9_187,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 188
+FILES = 178
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 43_858
+TEST_LINES = 43_824
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

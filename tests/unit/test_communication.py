@@ -11,7 +11,7 @@ import samples
 import toys
 from samples import MAIN, spread
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Communication, Flops
 from pipeline.results.breakdown import parts_table
 from pipeline.results.measured import iter_notes

@@ -33,7 +33,7 @@ from pipeline.protocol.events import (
     TrialOpened,
     Warned,
 )
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.record.console import Console, stages_on
 from pipeline.record.screen import OptionalConsole, Terminal, write
 from pipeline.record.trial_progress import facts

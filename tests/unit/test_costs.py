@@ -10,8 +10,7 @@ import torch.distributed as dist
 import toys
 from torch import nn
 
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import CellMeasurement
+from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.train.costs import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, costs, gradients
 from pipeline.train.state import State
 

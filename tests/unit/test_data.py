@@ -18,7 +18,7 @@ from sklearn import datasets
 from torch import Tensor
 
 from pipeline.data import arrays, characters, digits, tabular, tokens
-from pipeline.data.text import VOCABULARY_SIZE
+from pipeline.data.bundled import VOCABULARY_SIZE
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Started
 from pipeline.record.recorder import Recorder

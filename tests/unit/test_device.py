@@ -13,8 +13,7 @@ import torch
 import toys
 from samples import BASELINE, HARDWARE, finished, spread
 
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_result import Energy, Flops
 from pipeline.results import mlflow_names
 from pipeline.results.measured import memory_table, result_of_run

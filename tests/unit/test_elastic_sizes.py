@@ -16,8 +16,7 @@ from pipeline.experiment.schema import Parallel
 from pipeline.experiment.summary import flatten, to_yaml
 from pipeline.launch import inprocess, torchrun
 from pipeline.launch.base import Session
-from pipeline.plan.describe import DataSizes, describe
-from pipeline.plan.plan import make_plan
+from pipeline.plan.plan import DataSizes, describe, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Started
 from pipeline.protocol.trial import Trial

@@ -29,8 +29,7 @@ from pipeline.protocol.events import (
     TrialOpened,
     Warned,
 )  # fmt: skip
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record import journal
 from pipeline.record.recorder import Recorder

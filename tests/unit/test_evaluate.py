@@ -24,8 +24,7 @@ from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import Evaluated, Metrics, RunClosed, RunOpened, TrialOpened, Warned
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
+from pipeline.protocol.trial import EVALUATION, Evaluation, Rank, Trial
 from pipeline.record import journal
 from pipeline.record.folder import read_state
 from pipeline.record.recorder import Recorder

@@ -14,8 +14,7 @@ from pipeline.data import tabular
 from pipeline.errors import ExperimentError
 from pipeline.experiment.load import load
 from pipeline.experiment.targets import BUILT_IN
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, Training
+from pipeline.protocol.trial import Baseline, Rank, Training
 from pipeline.train import run
 
 ROOT = Path(__file__).parents[2]

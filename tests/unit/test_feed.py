@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned, event_to_json
 from pipeline.record.journal import FILE_NAME, Journal, Tail
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import TrackingOutcome
 
 
 def metrics(step: int) -> AnyEvent:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from pipeline import registry
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Started
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.build import build
 from pipeline.train.checks import find_coupled_buffers
 from pipeline.train.names import named

@@ -21,7 +21,7 @@ from pipeline.protocol.events import (
     Trained,
     TrialOpened,
 )
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.results.goodput import Goodput, WallClock
 
 DAY = 86400.0

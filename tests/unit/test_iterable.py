@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from loading import epoch_of
 
 from pipeline.drive import preflight
-from pipeline.plan.describe import describe
-from pipeline.plan.plan import make_plan
+from pipeline.plan.plan import describe, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.train import measure
 from pipeline.train.iterable import IterableLoader

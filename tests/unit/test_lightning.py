@@ -17,7 +17,7 @@ import toys
 from lit import TASK, trained, trial
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import Lightning
 from pipeline.train.run import train
 

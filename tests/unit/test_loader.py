@@ -20,9 +20,8 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import Loss
 from pipeline.train.batches import held_out_size
-from pipeline.train.order import MicroBatch
+from pipeline.train.order import MicroBatch, mix, seed_all
 from pipeline.train.reader import unwrap
-from pipeline.train.seeds import mix, seed_all
 
 HERE = "test_loader"
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))

@@ -10,7 +10,7 @@ import torch
 import toys
 
 from pipeline.protocol.events import LOSSES, AnyEvent, Metrics, Point
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.record import loss_file
 from pipeline.record.recorder import Recorder
 from pipeline.train import meter

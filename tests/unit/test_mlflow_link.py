@@ -12,7 +12,7 @@ from pipeline.protocol.events import RunClosed
 from pipeline.record.screen import linked
 from pipeline.tracking import follower
 from pipeline.tracking.follower import Follower
-from pipeline.tracking.outcome import TrackingOutcome, link_of
+from pipeline.tracking.store import TrackingOutcome, link_of
 
 ADDRESS = "http://127.0.0.1:5000/#/experiments/1/runs/0f3a?workflowType=machine_learning"
 OPENED = TrackingOutcome(experiment_id="1", run_id="0f3a", delivered=True)

@@ -22,8 +22,7 @@ from pipeline.data import draw_weighted
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.train.batches import train_order
-from pipeline.train.order import MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches
-from pipeline.train.seeds import mix
+from pipeline.train.order import MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches, mix
 
 _calls = itertools.count()
 

@@ -11,13 +11,12 @@ import torch
 import toys
 
 from pipeline.errors import ResourceError
+from pipeline.launch.node_facts import RankFacts, combine_facts, find_gpus, refuse_others
 from pipeline.launch.outer import Group
-from pipeline.launch.rank_facts import RankFacts, combine_facts, find_gpus, refuse_others
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.plan.plan import Planner, make_plan
 from pipeline.plan.resources import Resources
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Reference, Training
+from pipeline.protocol.trial import Rank, Reference, Training
 from pipeline.train.ranks import device_of
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}

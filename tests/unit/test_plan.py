@@ -15,8 +15,7 @@ import yaml
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.schema import Parallel
 from pipeline.launch import cluster
-from pipeline.plan.describe import DataSizes, describe, record
-from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.plan import DataSizes, Plan, describe, make_plan, record
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Training, Trial
 

@@ -12,8 +12,7 @@ import torch
 from toys import experiment
 
 from pipeline.data import texts
-from pipeline.data.csv_rows import read_csv
-from pipeline.data.padding import padded
+from pipeline.data.padding import padded, read_csv
 from pipeline.drive.preflight import find_parameter_problems
 from pipeline.errors import ExperimentError
 from pipeline.experiment import components, targets

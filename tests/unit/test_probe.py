@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.protocol.channel import DirectOutbox
 from pipeline.protocol.events import AnyEvent, ArtifactSaved
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import CellMeasurement
+from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.protocol.trial_result import Flops, StepParts
 from pipeline.train.costs import costs, count_operations
 from pipeline.train.gauges import Lap

@@ -21,7 +21,7 @@ from pipeline.protocol.events import (
     TrialOpened,
     Warned,
 )
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.record.journal import FILE_NAME, is_open, read
 from pipeline.record.recorder import Recorder
 

@@ -17,7 +17,7 @@ import toys
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.strategies import dp as dp_strategy
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Loss, Trainee, gathered
@@ -25,10 +25,9 @@ from pipeline.tasks.gathering import Pass, current
 from pipeline.train import ranks
 from pipeline.train.costs import costs
 from pipeline.train.measure import Afterwards
-from pipeline.train.order import MicroBatch
+from pipeline.train.order import MicroBatch, seed_all
 from pipeline.train.parts import build_strategy
 from pipeline.train.ranks import device_of
-from pipeline.train.seeds import seed_all
 
 # dp: only a machine with several GPUs trains them
 GPU = torch.device("cuda", 0)

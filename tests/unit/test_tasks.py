@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from pipeline.errors import ExperimentError
 from pipeline.models import GPT
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import LanguageModel, Loss, Supervised, Trainee, count_samples
 from pipeline.train.build import build
 from pipeline.train.checks import check_log_names

@@ -12,7 +12,7 @@ import toys
 from pipeline.drive.resume import is_longer
 from pipeline.experiment.train import Train
 from pipeline.protocol.events import FirstStep, Metrics, Started
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.record.trial_progress import TrialProgress
 from pipeline.train.gauges import Clock, Lap

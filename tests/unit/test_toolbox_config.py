@@ -16,8 +16,7 @@ from pipeline.experiment.load import load
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.train import Compile, Ema
 from pipeline.plan import resources
-from pipeline.plan.describe import DataSizes, describe
-from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.plan import DataSizes, Plan, describe, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.record.console import _format_finished
 from pipeline.results.measured import result_of_run

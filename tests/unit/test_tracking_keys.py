@@ -13,8 +13,7 @@ from pipeline.experiment import uris
 from pipeline.experiment.consistency import OWN_TAGS, contradictions
 from pipeline.experiment.load import from_mapping
 from pipeline.experiment.summary import to_yaml
-from pipeline.plan.describe import DataSizes, describe
-from pipeline.plan.plan import make_plan
+from pipeline.plan.plan import DataSizes, describe, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import ModelSaved
 from pipeline.record import provenance

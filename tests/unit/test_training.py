@@ -23,7 +23,7 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.load import from_mapping
 from pipeline.experiment.train import LearningRateScaling
 from pipeline.protocol.events import Metrics, ModelSaved, Started
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import Loss
 from pipeline.train import trainer
 from pipeline.train.build import build

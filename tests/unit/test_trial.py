@@ -15,12 +15,12 @@ from pipeline.cli import app
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Event, Failed, event_from_json, event_to_json
-from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import (
     ROLES,
     Baseline,
     CellMeasurement,
     Measurement,
+    Rank,
     Reference,
     Role,
     Training,

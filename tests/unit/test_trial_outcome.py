@@ -11,7 +11,7 @@ from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingErr
 from pipeline.launch import inprocess
 from pipeline.launch.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Origin, Started, Trained, Warned
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_outcome import Outcome
 
 BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"

@@ -7,7 +7,7 @@ import math
 import pytest
 from samples import MAIN, finished, spread, trial
 
-from pipeline.drive.directions import directions
+from pipeline.drive.checkpoints import directions
 from pipeline.experiment.targets import allowed_packages
 from pipeline.experiment.values import Component
 from pipeline.protocol.events import (
@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
     Trained,
     TrialOpened,
 )
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.record.trial_progress import RunProgress, TrialProgress, figures, fitted, left
 from pipeline.wording import clock
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.experiment.schema import Benchmark
 from pipeline.protocol.events import Finished, Phase, Warned
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, Reference, Training, Trial
+from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train import build as building
 from pipeline.train import measure, turns, watch

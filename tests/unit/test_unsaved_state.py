@@ -14,8 +14,7 @@ import toys
 from checkpointed import assert_same, resumed
 from torch import Tensor, nn
 
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
+from pipeline.protocol.trial import EVALUATION, Evaluation, Rank, Trial
 from pipeline.tasks import Loss
 from pipeline.train.restored import evaluate_checkpoint
 

@@ -17,8 +17,7 @@ from pipeline.experiment.uris import problem_of
 from pipeline.protocol.events import RunOpened
 from pipeline.tracking import store
 from pipeline.tracking.mlflow import name_run, shared_params
-from pipeline.tracking.outcome import TrackingOutcome
-from pipeline.tracking.store import check_store, resolve_uri, run_link, run_page, runs_link, ui_address
+from pipeline.tracking.store import TrackingOutcome, check_store, resolve_uri, run_link, run_page, runs_link, ui_address
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ExperimentError, UsageError
-from pipeline.experiment.variant_files import read_variants
+from pipeline.experiment.load import read_variants
 
 TEXT = """
 name: {name}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.protocol.events import ArtifactSaved, ModelSaved
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import TrackingOutcome
 from pipeline.wording import counted, figure, nearest
 
 

@@ -25,8 +25,7 @@ import pipeline
 from pipeline import worker
 from pipeline.errors import Stopped
 from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.train.errors import is_out_of_memory, origin
 
 

@@ -22,7 +22,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 from projects import project, run
 from stores import free_port
 
-from pipeline.tracking.outcome import places_of
+from pipeline.tracking.store import places_of
 
 pytestmark = [
     pytest.mark.timeout(1800),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train import trainer
 from pipeline.train.run import train
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 from torchmetrics import Metric
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.tasks import Loss
 
 PRECISION = "mean average precision"

@@ -10,7 +10,7 @@ from checkpointed import until
 from ranks import Ranks
 
 from pipeline.experiment.load import load
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"

@@ -16,7 +16,7 @@ from lit import trained, trial
 from ranks import Ranks
 from torch.utils.data import DataLoader, Subset
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.build import build
 from pipeline.train.manifest import folder_name
 

@@ -19,7 +19,7 @@ from pipeline import Trained
 from pipeline.data import example_sentences
 from pipeline.experiment import components
 from pipeline.models import pretrained
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")

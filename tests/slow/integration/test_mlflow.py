@@ -41,8 +41,7 @@ from pipeline.tracking import mlflow
 from pipeline.tracking.follow import quiet, sync
 from pipeline.tracking.follower import Follower
 from pipeline.tracking.mlflow import MlflowRun
-from pipeline.tracking.outcome import TrackingOutcome, places_of
-from pipeline.tracking.store import check_store, resolve_uri, run_link, runs_link
+from pipeline.tracking.store import TrackingOutcome, check_store, places_of, resolve_uri, run_link, runs_link
 from pipeline.train.reference import ModelCall, record
 
 pytestmark = pytest.mark.filterwarnings(

@@ -16,7 +16,7 @@ from ranks import Ranks
 
 from pipeline.experiment.load import load
 from pipeline.protocol.events import Resumed
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train.ranks import barrier
 

@@ -21,10 +21,9 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from pipeline.experiment.load import load
 from pipeline.experiment.targets import allowed_packages
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline
+from pipeline.protocol.trial import Baseline, Rank
 from pipeline.train.build import build
-from pipeline.train.seeds import keep_generators, mix, seed_all
+from pipeline.train.order import keep_generators, mix, seed_all
 
 Epochs = list[list[int]]
 

@@ -18,8 +18,7 @@ from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.trial import Training
 from pipeline.tasks import Loss, gathered
-from pipeline.train.order import SampleOrder
-from pipeline.train.seeds import mix, mixer, seed_all
+from pipeline.train.order import SampleOrder, mix, mixer, seed_all
 
 CLASSES, TOKENS, DECAY, CLIP, SEED = 4, 11, 0.8, 0.3, 5
 WEIGHTS = [1.0, 5.0, 2.0, 0.5]

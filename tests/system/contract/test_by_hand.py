@@ -12,7 +12,7 @@ from ranks import Ranks
 from toys import Kept
 
 from pipeline.protocol.events import Metrics
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.build import build
 from pipeline.train.names import shown
 from pipeline.train.ranks import whole

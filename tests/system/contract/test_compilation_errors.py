@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeline import worker as main
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train import compilation
 from pipeline.train.compilation import explained
 

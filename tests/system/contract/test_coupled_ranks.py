@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.tasks import gathered
 

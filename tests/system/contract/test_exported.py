@@ -17,7 +17,7 @@ from toy_runs import toy_run
 from pipeline.commands.export import export_model
 from pipeline.experiment.load import load
 from pipeline.protocol.events import ModelExported
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.run import train
 
 _SCRIPT = """\

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline.protocol.events import Resumed
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Held
 from pipeline.train.evaluate import evaluate, full_state_dict
 from pipeline.train.kept import compute_gradients

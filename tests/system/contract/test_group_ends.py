@@ -12,7 +12,7 @@ import toys
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import worker as main
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 
 
 def test_ddp_is_gone_when_its_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from torch import nn
 
 from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Warned
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Baseline, Training
+from pipeline.protocol.trial import Baseline, Rank, Training
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train import measure, turns
 from pipeline.train.ranks import local

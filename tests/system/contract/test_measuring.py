@@ -8,7 +8,7 @@ import toys
 from ranks import Ranks
 from torch import Tensor, nn
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

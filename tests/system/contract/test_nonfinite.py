@@ -13,8 +13,7 @@ from ranks import Ranks
 
 from pipeline.errors import TrainingError
 from pipeline.experiment.load import load
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.train.build import build
 from pipeline.train.order import SampleOrder
 from pipeline.train.run import train

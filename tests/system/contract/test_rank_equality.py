@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.state import State
 
 SAMPLES = 40

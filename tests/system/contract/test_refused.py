@@ -18,7 +18,7 @@ from pipeline.experiment.load import load
 from pipeline.experiment.targets import allowed_packages
 from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.run import train
 
 TRACEBACK = "Traceback (most recent call last)"

@@ -14,8 +14,7 @@ from torchmetrics import Metric
 from toy_metrics import Count
 
 from pipeline.errors import PipelineError
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Weights
+from pipeline.protocol.trial import Rank, Weights
 
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}
 SPARSE = {"_target_": "toys.SparseWords"}

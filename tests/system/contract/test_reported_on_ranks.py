@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.protocol.channel import DirectOutbox
 from pipeline.protocol.events import Warned
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Flops
 from pipeline.train import meter as meters
 from pipeline.train.costs import count_operations

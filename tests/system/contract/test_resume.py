@@ -15,8 +15,7 @@ from ranks import Ranks
 
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.train import StartFrom
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Weights
+from pipeline.protocol.trial import Rank, Weights
 from pipeline.train import storage as storage_module
 from pipeline.train.manifest import entries, folder_name, verify
 from pipeline.train.run import train

@@ -20,7 +20,7 @@ from rank_rows import ROWS
 from ranks import Ranks
 from same_on_ranks import COMPARISONS, Compared, Row, train_row
 
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 
 PAIRS = [(name, comparison) for name, row in ROWS.items() for comparison in COMPARISONS if row.has(comparison)]
 

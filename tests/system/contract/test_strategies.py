@@ -15,7 +15,7 @@ from by_hand import CASES, Trained, train_by_hand
 from ranks import Ranks
 
 from pipeline import registry
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train.build import build
 from pipeline.train.names import shown
 from pipeline.train.ranks import whole

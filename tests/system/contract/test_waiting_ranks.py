@@ -21,7 +21,7 @@ from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Inbox
 from pipeline.protocol.events import AnyEvent, Finished
-from pipeline.protocol.rank import Job, Rank
+from pipeline.protocol.trial import Job, Rank
 
 MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 DDP = ("parallel.launcher=torchrun", "parallel.strategy=ddp", "parallel.workers=2")

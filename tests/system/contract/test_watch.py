@@ -17,7 +17,7 @@ from pipeline.launch import inprocess
 from pipeline.launch.base import Session
 from pipeline.launch.hang import HangDetector
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.train import watch
 from pipeline.train.watch import Watchdog, mark, mark_step, waiting
 

@@ -18,7 +18,7 @@ from pipeline.protocol.events import Evaluated, Metrics, ModelSaved, RunOpened, 
 from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.results.record import Fact, Result, save
 from pipeline.tracking.follow import sync
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import TrackingOutcome
 
 Recorded = Callable[[str], Recording]
 ENDS = {

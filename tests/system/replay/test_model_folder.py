@@ -18,7 +18,7 @@ from recordings import Store
 from toy_runs import InFolder
 
 from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
-from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Rank
 from pipeline.record import journal as journals
 from pipeline.system import MemoryLimit
 from pipeline.tracking.follow import sync

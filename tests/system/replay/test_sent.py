@@ -20,7 +20,7 @@ from pipeline.experiment.summary import config_hash, flatten
 from pipeline.protocol.events import ArtifactSaved, Failed, Finished
 from pipeline.results.record import read
 from pipeline.tracking.follow import sync
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import TrackingOutcome
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes"),  # MLflow's log_table on pandas 3
