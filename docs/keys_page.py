@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline import registry
-from pipeline.experiment.jsonschema import SUGGESTED, at, fields, follow, is_component, schema_of
+from pipeline.experiment.problems import SUGGESTED, fields_at, follow, is_component, schema_at, schema_of
 from pipeline.experiment.schema import Experiment
 
 BEGIN = """# Experiment file reference (YAML)
@@ -57,13 +57,13 @@ HEAD = "| key | value | default | |\n|---|---|---|---|"
 def page() -> Iterator[str]:
     """Yield the page in pieces."""
     yield BEGIN
-    sections = [name for name in fields(()) if _is_section((name,))]
+    sections = [name for name in fields_at(()) if _is_section((name,))]
     yield "## At the top\n"
-    yield from _table([(name,) for name in fields(()) if name not in sections])
+    yield from _table([(name,) for name in fields_at(()) if name not in sections])
     for name in sections:
         yield f"\n## `{name}`\n"
-        yield _text(at((name,))) + "\n"
-        yield from _table([(name, key) for key in fields((name,))], below=name)
+        yield _text(schema_at((name,))) + "\n"
+        yield from _table([(name, key) for key in fields_at((name,))], below=name)
     yield from _options()
 
 
@@ -72,7 +72,7 @@ def _options() -> Iterator[str]:
     yield HEAD
     for name in registry.names("strategies"):
         options = registry.load("strategies", name).Strategy.Options
-        for key in fields((), options):
+        for key in fields_at((), options):
             yield from _rows(options, (key,), mark=f"{name}: ")
     yield "\nThe other strategies have no options. [Your own strategy](extend.md) may have options."
 
@@ -86,14 +86,14 @@ def _table(paths: list[tuple[Any, ...]], *, below: str = "") -> Iterator[str]:
 def _rows(model: type[BaseModel], path: tuple[Any, ...], below: str = "", *, mark: str = "") -> Iterator[str]:
     """Yield the row of a key, named from the section `below` on, and the rows of the keys inside it."""
     *around, name = path
-    section, key = at(around, model), ".".join(part for part in path if part != 0)
+    section, key = schema_at(around, model), ".".join(part for part in path if part != 0)
     own = section["properties"][name]
     default = "required" if name in section.get("required", ()) else _default(own)
     value = _value(schema_of(model), own, key)
-    yield f"| {mark}`{key.removeprefix(f'{below}.')}` | {value} | {default} | {_text(at(path, model))} |"
+    yield f"| {mark}`{key.removeprefix(f'{below}.')}` | {value} | {default} | {_text(schema_at(path, model))} |"
     for inner in ((*path, *entry) for entry in ((), (0,), (_ANY,))):
         if model is Experiment and _is_section(inner):
-            for each in fields(inner):
+            for each in fields_at(inner):
                 yield from _rows(model, (*inner, each), below)
         elif inner == _GROUPS[:1]:  # the only component with a section
             yield from _rows(model, _GROUPS[:2], below)
@@ -158,7 +158,7 @@ def _text(schema: Mapping[str, Any]) -> str:
 
 
 def _is_section(path: tuple[Any, ...]) -> bool:
-    return bool(fields(path)) and not is_component(at(path))
+    return bool(fields_at(path)) and not is_component(schema_at(path))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, Terminated, UsageError, terminate
 from pipeline.experiment import references
-from pipeline.experiment.load import ExperimentFile, from_mapping, load, parse_vary
-from pipeline.experiment.summary import to_yaml
+from pipeline.experiment.load import ExperimentFile, from_mapping, load, parse_vary, to_yaml
 from pipeline.experiment.targets import allowed_packages, check_not_importing
 from pipeline.experiment.values import Component
 from pipeline.plan.outer_launcher import outer_launcher
@@ -43,9 +42,9 @@ from pipeline.record.console import stages_on
 from pipeline.record.folder import EXPERIMENT_NAME
 from pipeline.record.screen import Terminal
 from pipeline.results import record
-from pipeline.results.mlflow_names import table_json
 from pipeline.results.page import FILE_NAME as PAGE_NAME
 from pipeline.results.prediction import parse_link
+from pipeline.results.record import mlflow_table
 from pipeline.results.terminal import format_screen
 from pipeline.system import environment, handle_signals, hang_up, importable, missing_user_variables
 from pipeline.tasks import Loss
@@ -280,7 +279,7 @@ class Result:
         """Return a row for each trial and a column for each fact, NaN for unknown values."""
         import pandas as pd
 
-        table = json.loads(table_json(self.result))
+        table = json.loads(mlflow_table(self.result))
         return pd.DataFrame(table["data"], columns=table["columns"]).set_index("trial")
 
     def _value(self, key: str) -> float | None:

@@ -16,9 +16,8 @@ from pipeline import registry
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError, UsageError
-from pipeline.experiment.load import ExperimentFile, override
+from pipeline.experiment.load import ExperimentFile, flatten, override
 from pipeline.experiment.schema import Configuration, Experiment
-from pipeline.experiment.summary import flatten
 from pipeline.experiment.values import Frozen
 from pipeline.plan.plan import Plan, Planner
 from pipeline.plan.resources import Resources

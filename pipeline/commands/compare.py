@@ -21,10 +21,9 @@ from pipeline.commands.compared_runs import OF_RECORD, Question, Variant, make_r
 from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
 from pipeline.drive.resume import find_runs, warn_of_damage
 from pipeline.errors import Problem, ResourceError, TrainingError, UsageError
-from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.load import ExperimentFile, flatten
 from pipeline.experiment.reported import PREFIX, source_of
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import flatten
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import visible_gpus
 from pipeline.protocol.events import RunOpened

@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from pipeline.errors import UsageError
+from pipeline.experiment.load import flatten
 from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import flatten
 from pipeline.experiment.values import Direction, Frozen
 from pipeline.protocol.estimates import CONFIDENCE
 from pipeline.protocol.events import Finished, RunOpened, Started

@@ -35,9 +35,8 @@ from pipeline.drive.checkpoints import check_ended_training, choose
 from pipeline.drive.execute import explain_problems
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment import references
-from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.load import ExperimentFile, to_yaml
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import to_yaml
 from pipeline.experiment.targets import install_command
 from pipeline.experiment.values import Frozen
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, Started
@@ -47,8 +46,7 @@ from pipeline.record.folder import RunState, id_of, read_state
 from pipeline.results.record import Fact, Result, Table
 from pipeline.results.terminal import print_result
 from pipeline.system import begin_stage, end_stage, undisturbed
-from pipeline.train.manifest import entry_of
-from pipeline.train.storage import Storage, address_of
+from pipeline.train.storage import Storage, address_of, entry_of
 
 if TYPE_CHECKING:
     from torch import Tensor

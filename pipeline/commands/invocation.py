@@ -25,16 +25,15 @@ from pipeline.launch.base import Launcher, Session
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.plan import Plan
 from pipeline.plan.resources import Resources
-from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
+from pipeline.protocol.events import AnyEvent, Finished, Metrics, Outcome, Point, Tagged, TrialOpened
 from pipeline.protocol.trial import Trial, Weights
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import MEASURED, STARTUP, TrialResult
 from pipeline.record import journal, loss_file, provenance, runs
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, id_of, is_kept
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
 from pipeline.record.screen import Terminal, linked, write
-from pipeline.results import charts, mlflow_names, record
+from pipeline.results import page, record
 from pipeline.results.goodput import Goodput, WallClock
 from pipeline.results.page import FILE_NAME as PAGE_NAME
 from pipeline.results.page import render
@@ -159,7 +158,7 @@ class Invocation:
 
     def finish(self, result: Result, *, draws: bool = True) -> None:
         """Save and record the result that the command ends in, to be shown once the run is closed."""
-        self.recorder.summary = mlflow_names.describe(result)
+        self.recorder.summary = record.mlflow_description(result)
         if draws:
             begin_stage("drawing the report")
             path = self.folder / PAGE_NAME
@@ -175,18 +174,18 @@ class Invocation:
         ends = Counter(end.result.trial for end in self.finished)
         at = {"main": (0, 0)} | {name: (one.steps, one.epochs) for name, one in self.results.items()}
         logged = {*MEASURED, STARTUP}  # at the end of the trial itself
-        for trial, figures in mlflow_names.metrics(result).items():
+        for trial, figures in record.mlflow_metrics(result).items():
             if trial not in at:  # predicted
                 continue
             step, epoch = at[trial]
             known = logged if ends[trial] == 1 else set()  # of repeats, their means
             new = {name: value for name, value in figures.items() if not name.startswith(_OF_STEPS)}
             self.log({name: new[name] for name in new if name not in known}, trial=trial, step=step, epoch=epoch)
-        for trial, tags in mlflow_names.tags(result).items():
+        for trial, tags in record.mlflow_tags(result).items():
             if trial in at:
                 self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
         if draws and result.all_facts:
-            (self.folder / TABLE_NAME).write_text(mlflow_names.table_json(result), encoding="utf-8")
+            (self.folder / TABLE_NAME).write_text(record.mlflow_table(result), encoding="utf-8")
             artifact(TABLE_NAME, self.recorder)
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
@@ -328,11 +327,11 @@ def _render_page(result: Result, folder: Path) -> str:
     """Return the page of a result with the figures that its run's folder has; a sweep's trials are in folders of it."""
     trials = [folder / fact.trial for fact in result.all_facts if (folder / fact.trial / FILE_NAME).is_file()]
     courses = [
-        charts.read_course(each.name if trials else "training", losses, read(each / FILE_NAME))
+        page.read_course(each.name if trials else "training", losses, read(each / FILE_NAME))
         for each in trials[:_MOST_CURVES] or [folder]
         if (losses := loss_file.read(each))
     ]
-    return render(result, about=_describe_run(folder), figures=list(charts.iter_figures(result, courses)))
+    return render(result, about=_describe_run(folder), figures=list(page.iter_figures(result, courses)))
 
 
 def _describe_run(folder: Path) -> dict[str, str]:

@@ -15,9 +15,8 @@ from pipeline.experiment.load import ExperimentFile
 from pipeline.launch.outer import check_workers, follow, leading
 from pipeline.plan.outer_launcher import is_follower
 from pipeline.plan.plan import Plan, describe, make_plan, record, restriction
-from pipeline.protocol.events import WEIGHTS, Started
+from pipeline.protocol.events import WEIGHTS, Outcome, Started
 from pipeline.protocol.trial import Baseline, Training
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.record import journal
 from pipeline.record.runs import LATEST

@@ -3,7 +3,7 @@
 import json
 
 from pipeline.commands.options import print_json
-from pipeline.experiment.jsonschema import experiment_json_schema
+from pipeline.experiment.problems import experiment_json_schema
 
 
 def schema() -> None:

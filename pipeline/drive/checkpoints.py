@@ -16,8 +16,7 @@ from pipeline.protocol.trial import PARENTS, Weights
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, id_of, read_state, trials_of
 from pipeline.system import undisturbed
-from pipeline.train.manifest import Manifest, best, entries, step_of, verify
-from pipeline.train.storage import Storage, address_of
+from pipeline.train.storage import Manifest, Storage, address_of, best, entries, step_of, verify
 from pipeline.wording import did_you_mean
 
 

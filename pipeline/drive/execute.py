@@ -14,9 +14,9 @@ from pipeline.drive.recorded_run import open_trial
 from pipeline.errors import ExperimentError, ResourceError, Terminated
 from pipeline.experiment.load import ExperimentFile
 from pipeline.launch.base import Launcher, gracefully
-from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Resumed, Started, Trained, TrialOpened, Warned
+from pipeline.protocol import events as of
+from pipeline.protocol.events import AnyEvent, Finished, Outcome, Started, Trained, Warned
 from pipeline.protocol.trial import Training, Trial, Weights
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record.folder import EXPERIMENT_NAME
 from pipeline.record.recorder import Recorder
 
@@ -44,11 +44,11 @@ class _Reached:
     def receive(self, event: AnyEvent) -> None:
         """Update from an event."""
         match event:
-            case TrialOpened():
+            case of.TrialOpened():
                 self.has_started, self.trained = False, None
             case Started():
                 self.has_started = True
-            case Resumed() | CheckpointSaved():
+            case of.Resumed() | of.CheckpointSaved():
                 self.checkpoint = event.step
             case Trained():
                 self.trained = event

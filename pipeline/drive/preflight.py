@@ -111,11 +111,11 @@ def find_parameter_problems(
 def _outline(experiment: Experiment, *, allowed: tuple[str, ...], with_task: bool) -> "nn.Module | None":
     """Build the model without memory for its parameters; None if that is not possible."""
     with undisturbed():
-        from pipeline.train import parts
+        from pipeline.train.parts import outline
 
     try:
         filled = references.fill_in(experiment)
-        return parts.outline(partial(components.build, allowed=allowed), filled, with_task=with_task)
+        return outline(partial(components.build, allowed=allowed), filled, with_task=with_task)
     except Exception as error:  # noqa: BLE001 - user code; the workers raise what remains
         _log.info("the model can't be built without memory, so it is checked later", exc_info=error)
         return None

@@ -11,7 +11,7 @@ from time import time as now
 from typing import IO, cast
 
 from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
-from pipeline.experiment.summary import flatten
+from pipeline.experiment.load import flatten
 from pipeline.experiment.uris import without_credentials
 from pipeline.experiment.values import Direction
 from pipeline.plan.plan import Plan

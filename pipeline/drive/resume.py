@@ -10,17 +10,15 @@ from typing import Literal
 from pipeline.drive.checkpoints import describe_missing_end, iter_complete
 from pipeline.errors import Problem, UsageError
 from pipeline.experiment import references
-from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.load import ExperimentFile, flatten
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import flatten
 from pipeline.experiment.train import Train
 from pipeline.protocol.events import RunOpened
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, is_listed, is_quick, read_state, read_status
 from pipeline.record.screen import OptionalConsole, write
 from pipeline.results import record
-from pipeline.train.manifest import LENGTHS, rate_keys
-from pipeline.train.storage import Storage, address_of
+from pipeline.train.storage import LENGTHS, Storage, address_of, rate_keys
 
 _BY_WORKER = "train.batch_size_per_worker"
 _HOW_NOT_WHAT = (

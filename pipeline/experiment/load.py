@@ -5,6 +5,8 @@ sweep parameters and components with a ``_target_`` of their own are replaced as
 reported at once, with its file and line.
 """
 
+import hashlib
+import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import ValidationError
 
 from pipeline.errors import ExperimentError, Problem, UsageError
@@ -22,6 +25,7 @@ from pipeline.experiment.problems import describe_value, find_problems
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.sweep import Parameter
 from pipeline.experiment.uris import TRACKING_VARIABLE, problem_of, without_credentials, without_credentials_in
+from pipeline.experiment.yaml_text import Dumper
 from pipeline.wording import counted, listed, nearest
 
 _IN_PYTHON = "experiment"  # instead of a file name in messages
@@ -405,3 +409,39 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
+
+
+def flatten(experiment: Experiment) -> dict[str, str]:
+    """Return dotted keys with their values as strings, e.g. {"train.epochs": "3"}; a list of plain values is one."""
+    flat: dict[str, str] = {}
+    _flatten(_shown(experiment), "", flat)
+    return flat
+
+
+def config_hash(experiment: Experiment) -> str:
+    """Return 12 hexadecimal digits (SHA-256) that are equal for equal experiments, however their files are written."""
+    canonical = json.dumps(_shown(experiment), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """Return the experiment with all defaults as YAML; loading it gives the same experiment."""
+    plain = experiment.model_dump(mode="json")
+    if experiment.train.batch_size_per_worker is not None:
+        del plain["train"]["global_batch_size"]  # that follows from it
+    return yaml.dump(plain, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _shown(experiment: Experiment) -> dict[str, object]:
+    return references.fill_in(experiment, mode="show").model_dump(mode="json")
+
+
+def _flatten(value: object, key: str, into: dict[str, str]) -> None:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            _flatten(inner, keys.child(key, name), into)
+    elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
+        for index, inner in enumerate(value):
+            _flatten(inner, keys.child(key, index), into)
+    else:
+        into[key] = value if isinstance(value, str) else json.dumps(value)

@@ -24,8 +24,7 @@ from omegaconf.resolvers import oc
 
 from pipeline.errors import MOST_PROBLEMS, ExperimentError, Problem
 from pipeline.experiment import keys
-from pipeline.experiment.jsonschema import is_argument
-from pipeline.experiment.problems import shorten
+from pipeline.experiment.problems import is_argument, shorten
 from pipeline.experiment.schema import Experiment
 from pipeline.wording import did_you_mean
 

@@ -17,9 +17,8 @@ from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch.hang import HangDetector
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, DirectOutbox, Inbox
-from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Phase
+from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Outcome, Phase
 from pipeline.protocol.trial import Training, Trial
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import SAME_S, handle_signals
 
 LOOPBACK = "127.0.0.1"

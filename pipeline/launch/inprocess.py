@@ -8,8 +8,8 @@ from pipeline.experiment.schema import Parallel
 from pipeline.launch import base
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
+from pipeline.protocol.events import Outcome
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.protocol.trial_outcome import Outcome
 
 
 class Launcher(base.Launcher):

@@ -37,8 +37,8 @@ from pipeline.plan.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.plan.plan import Plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
+from pipeline.protocol.events import Outcome
 from pipeline.protocol.trial import Rank, Trial, trial_from_json
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import SAME_S, abandon, end_after, on_sigterm, undisturbed
 from pipeline.wording import listed
 

@@ -27,9 +27,8 @@ from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, find_versions, inter
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, open_server
-from pipeline.protocol.events import Warned
+from pipeline.protocol.events import Outcome, Warned
 from pipeline.protocol.trial import Baseline, Rank, Training, Trial, trial_from_json
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import begin_stage, environment, python_path
 from pipeline.train.storage import address_of
 from pipeline.wording import counted, first_line

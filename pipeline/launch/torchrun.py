@@ -23,8 +23,8 @@ from pipeline.launch import base, outer
 from pipeline.plan import resources
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.resources import Resources
+from pipeline.protocol.events import Outcome
 from pipeline.protocol.trial import Job, Rank, Trial
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import environment, handle_signals
 
 Process = subprocess.Popen[bytes]

@@ -10,8 +10,8 @@ from email.parser import HeaderParser
 from importlib.metadata import distributions
 from pathlib import Path
 
+from pipeline.experiment.load import config_hash, to_yaml
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import config_hash, to_yaml
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.plan import Plan

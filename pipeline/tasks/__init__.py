@@ -3,10 +3,9 @@
 An experiment with other batches names its own class in ``task:``. A task calls ``model`` itself.
 """
 
-from pipeline.tasks.from_model import FromModel
 from pipeline.tasks.gathering import gathered
 from pipeline.tasks.lightning import Lightning
-from pipeline.tasks.supervised import LanguageModel, Supervised
+from pipeline.tasks.supervised import FromModel, LanguageModel, Supervised
 from pipeline.tasks.trainee import Loss, Task, Trainee, count_samples, describe
 
 __all__ = [

@@ -24,7 +24,6 @@ from pipeline.strategies.base import Strategy
 from pipeline.train import iterable
 from pipeline.train.iterable import IterableLoader, is_iterable
 from pipeline.train.loader import BatchLoader, Pair, pins, prefetch, to_device
-from pipeline.train.manifest import DataDigest
 from pipeline.train.order import (
     Indices,
     MicroBatch,
@@ -37,6 +36,7 @@ from pipeline.train.order import (
 )
 from pipeline.train.reader import Collation, copy_dataset, find_datasets_with_epoch, set_epoch
 from pipeline.train.same import check_data, check_order, fingerprint
+from pipeline.train.storage import DataDigest
 
 Datasets = tuple[Any, Any, Any]
 """Training, validation and test set; None in place of a set that there isn't."""

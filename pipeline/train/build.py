@@ -10,8 +10,8 @@ from pipeline.protocol.events import AnyEvent, Outbox
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.train import compilation, optim, recomputation, several, trainer, weights
 from pipeline.train.batches import Batches, Datasets
-from pipeline.train.built_in_hooks import find_hooks
 from pipeline.train.checks import check_gradient_hooks, check_halves
+from pipeline.train.hooks import find_hooks
 from pipeline.train.names import find_trainable
 from pipeline.train.parts import build_strategy, build_trainee, seeded_model
 from pipeline.train.ranks import copy_from_first, device_of, forget_memory

@@ -22,15 +22,24 @@ from pipeline.experiment.values import Direction
 from pipeline.protocol.events import CheckpointSaved, Resumed
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
-from pipeline.train import manifest as manifests
 from pipeline.train import saved_state
+from pipeline.train import storage as stored
 from pipeline.train.kept import dry_run
-from pipeline.train.manifest import FILE_NAME, Entry, Manifest, StoredFile, entries, folder_name, rate_keys, trained
 from pipeline.train.ranks import broadcast_from_first, call_on_all_ranks, device_of, gather
 from pipeline.train.same import hash_hint
 from pipeline.train.saved_state import Copy, Saved
 from pipeline.train.state import State
-from pipeline.train.storage import Storage
+from pipeline.train.storage import (
+    FILE_NAME,
+    Entry,
+    Manifest,
+    Storage,
+    StoredFile,
+    entries,
+    folder_name,
+    rate_keys,
+    trained,
+)
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
@@ -290,7 +299,7 @@ class Writer:
     @property
     def best(self) -> Manifest | None:
         """Manifest of the checkpoint with the best value of ``checkpoint.best``; None without values."""
-        return manifests.best(self.complete, self._direction) if self._direction else None
+        return stored.best(self.complete, self._direction) if self._direction else None
 
     def start(self, job: _Job) -> None:
         """Write a checkpoint in the background. Call `wait` first."""
@@ -333,9 +342,9 @@ class Writer:
             )
         )
         try:
-            names = manifests.kept(self.complete, newest=self._keep, direction=self._direction)
+            names = stored.kept(self.complete, newest=self._keep, direction=self._direction)
             for name in self._storage.folders():
-                if manifests.step_of(name) is not None and name not in names:
+                if stored.step_of(name) is not None and name not in names:
                     self._discard(name)
             self.complete = [one for one in self.complete if one.name in names]
         except Exception as error:  # noqa: BLE001 (as above)
@@ -428,7 +437,7 @@ def _find_changes(s: State, manifest: Manifest) -> set[str]:
             "checkpoint was saved. Restore the samples, or start a new run without --resume.",
         )
     now = json.loads(json.dumps(trained(s.experiment)))
-    return {key for key, _, _ in manifests.changes(manifest.experiment, now)}
+    return {key for key, _, _ in stored.changes(manifest.experiment, now)}
 
 
 def check_data(s: State, manifest: Manifest) -> str:
@@ -436,7 +445,7 @@ def check_data(s: State, manifest: Manifest) -> str:
 
     Only warn of an iterable dataset, or if the trial allows it; return the change, empty without one.
     """
-    before, find = manifest.data, manifests.find_data_change
+    before, find = manifest.data, stored.find_data_change
     change = before and broadcast_from_first(lambda: find(before, s.batches.data, since=manifest.name), rank=s.rank)
     if not change:
         return ""

@@ -20,13 +20,12 @@ from pipeline.train.build import NOBODY, build
 from pipeline.train.checkpoint import check_data
 from pipeline.train.evaluate import evaluate, full_state_dict, prepare, resulting_weights, send_curve
 from pipeline.train.exported import Example, trained_model, write_onnx, write_program
-from pipeline.train.manifest import Manifest, entry_of
 from pipeline.train.ranks import broadcast_from_first
 from pipeline.train.reference import Reference
 from pipeline.train.report import example_of
 from pipeline.train.saved_state import fetch, load_weights
 from pipeline.train.state import State
-from pipeline.train.storage import Storage
+from pipeline.train.storage import Manifest, Storage, entry_of
 from pipeline.wording import first_line
 
 WEIGHTS_FILE, PROGRAM, ONNX = FILES = ("model.safetensors", "model.pt2", "model.onnx")

@@ -23,13 +23,12 @@ from torch import Tensor
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.protocol.trial import Rank
 from pipeline.train.hooks import Hook, name_of
-from pipeline.train.manifest import Entry, StoredFile, find_damage
 from pipeline.train.names import TASK, shown
 from pipeline.train.optim import has_modes, load_named_state, named_state
 from pipeline.train.ranks import barrier, call_on_ranks, gather, shard_like
 from pipeline.train.schedules import key_of
 from pipeline.train.state import Facts, State
-from pipeline.train.storage import Storage
+from pipeline.train.storage import Entry, Storage, StoredFile, find_damage
 from pipeline.wording import listed
 
 STATE = "state.pt"

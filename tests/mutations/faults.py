@@ -136,7 +136,7 @@ FAULTS = (
     Fault(
         "the traceback is that of whoever spoke first",
         "the first failing rank's own traceback",
-        "pipeline/protocol/trial_outcome.py",
+        "pipeline/protocol/events.py",
         '        first = next((failure for failure in self.failures if failure.origin == "rank"), None)',
         "        first = next(iter(self.failures), None)",
         ("tests/unit/test_trial_outcome.py",),
@@ -208,7 +208,7 @@ FAULTS = (
     Fault(
         "a checksum is not looked at",
         "a damaged checkpoint is not gone on from",
-        "pipeline/train/manifest.py",
+        "pipeline/train/storage.py",
         "        if _sha256(path) != file.sha256:",
         "        if not _sha256(path):",
         ("tests/unit/test_checkpoint.py",),

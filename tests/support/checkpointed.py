@@ -10,9 +10,8 @@ import toys
 from torch import Tensor
 
 from pipeline.protocol.trial import Rank
-from pipeline.train.manifest import folder_name, step_of
 from pipeline.train.run import train
-from pipeline.train.storage import Storage
+from pipeline.train.storage import Storage, folder_name, step_of
 
 STEPS = 6
 """Of a toy training: two epochs of three steps."""

@@ -17,9 +17,8 @@ from pipeline.experiment.targets import allowed_packages
 from pipeline.launch.base import Session
 from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
-from pipeline.protocol.events import AnyEvent, Metrics
+from pipeline.protocol.events import AnyEvent, Metrics, Outcome
 from pipeline.protocol.trial import Trial
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record import journal
 from pipeline.record.recorder import Recorder
 

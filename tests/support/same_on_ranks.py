@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.trial import Evaluation, Rank, Trial, Weights
 from pipeline.train import meter
-from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint
 from pipeline.train.run import train
+from pipeline.train.storage import folder_name
 
 WHOLE, DIVIDED, RESUMED, CONTINUED = "whole", "in micro-batches", "resumed", "continued"
 BY_ONE, EVALUATED = "resumed by one", "evaluated"

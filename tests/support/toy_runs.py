@@ -8,7 +8,7 @@ import toys
 from toys import Kept
 
 from pipeline.drive.recorded_run import _describe
-from pipeline.experiment.summary import to_yaml
+from pipeline.experiment.load import to_yaml
 from pipeline.plan.plan import Plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, RunClosed, TrialOpened

@@ -11,9 +11,8 @@ import yaml
 
 from pipeline.drive import resume
 from pipeline.errors import ExperimentError
-from pipeline.experiment.load import from_mapping, load
+from pipeline.experiment.load import flatten, from_mapping, load, to_yaml
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import flatten, to_yaml
 from pipeline.plan.plan import DataSizes, describe, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import RunOpened

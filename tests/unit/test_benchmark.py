@@ -28,10 +28,10 @@ from pipeline.protocol.trial_result import (
     Link,
     StepParts,
 )
-from pipeline.results import charts, mlflow_names
+from pipeline.results import record
 from pipeline.results.benchmarked import predict_rows, result_of_benchmark
 from pipeline.results.measured import Entry
-from pipeline.results.page import render
+from pipeline.results.page import iter_figures, render
 from pipeline.results.record import Fact, Result
 from pipeline.results.speedup import Row, measure_rows
 from pipeline.results.terminal import format_full
@@ -372,13 +372,13 @@ def test_predictions_have_facts_and_are_checked_with_measured_rows() -> None:
     assert "measured between 2 workers" in made.notes[0]
     assert made.notes[1].startswith("Prediction checked with 2 workers: 1.90x measured, ")
     assert Result.model_validate_json(made.model_dump_json()) == made
-    assert "predicted-64" in mlflow_names.table_json(made)
+    assert "predicted-64" in record.mlflow_table(made)
 
 
 @pytest.mark.parametrize("make", [predicted, lambda: measured(LARGER)], ids=["predicted", "not measured"])
 def test_the_page_draws_what_has_a_throughput(make: Callable[[], Result]) -> None:
     made = make()
-    figures = list(charts.iter_figures(made))
+    figures = list(iter_figures(made))
     page = render(made, about={}, figures=figures)
     assert [title for title, *_ in figures] == ["Throughput", "Parts of a step"]
     for row in made.tables[0].rows:

@@ -19,11 +19,10 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Finished, Metrics, ModelSaved
 from pipeline.record.console import _format_finished
 from pipeline.results.measured import result_of_run
-from pipeline.results.mlflow_names import table_json
-from pipeline.results.record import Result
+from pipeline.results.record import Result, mlflow_table
 from pipeline.results.speedup import measure_rows
-from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE
+from pipeline.train.storage import folder_name
 
 
 class Undefined(toy_metrics.Count):
@@ -113,7 +112,7 @@ def test_files_of_a_training_whose_metric_is_nan_are_valid_json(tmp_path: Path) 
     result = result_of(run(tmp_path, **sections))
     files = [file.read_text() for file in sorted(tmp_path.rglob("*.json"))]
     assert any('"metric": "NaN"' in file for file in files)
-    for text in (*files, result.model_dump_json(), table_json(result)):
+    for text in (*files, result.model_dump_json(), mlflow_table(result)):
         json.loads(text, parse_constant=pytest.fail)
     assert Result.model_validate_json(result.model_dump_json()).model_dump_json() == result.model_dump_json()
     assert math.isnan(run(tmp_path, resume=True, **sections).result.metrics["validation/pearson"])

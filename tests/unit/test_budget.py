@@ -26,27 +26,27 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "": 1_125,
-    "api": 491,
+    "api": 490,
     "cli": 691,
-    "commands": 4_653,
+    "commands": 4_647,
     "data": 1_007,
-    "drive": 1_061,
-    "experiment": 3_287,
-    "launch": 1_856,
+    "drive": 1_058,
+    "experiment": 3_269,
+    "launch": 1_854,
     "models": 408,
     "plan": 660,
-    "protocol": 1_431,
+    "protocol": 1_424,
     "record": 1_569,
-    "results": 3_304,
+    "results": 3_297,
     "strategies": 668,
-    "tasks": 930,
+    "tasks": 917,
     "tracking": 1_700,
-    "train": 9_187,
+    "train": 9_179,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 178
+FILES = 170
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 43_824
+TEST_LINES = 43_812
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -19,9 +19,18 @@ from fsspec.registry import _registry
 from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.protocol.events import CheckpointSaved, Metrics
 from pipeline.train import checkpoint, meter
-from pipeline.train.manifest import FILE_NAME, Manifest, StoredFile, entries, folder_name, trained, verify
 from pipeline.train.saved_state import STATE
-from pipeline.train.storage import Storage, address_of
+from pipeline.train.storage import (
+    FILE_NAME,
+    Manifest,
+    Storage,
+    StoredFile,
+    address_of,
+    entries,
+    folder_name,
+    trained,
+    verify,
+)
 
 
 @pytest.fixture(scope="module")

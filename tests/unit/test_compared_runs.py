@@ -20,7 +20,7 @@ from pipeline.protocol.trial import Status
 from pipeline.record import loss_file
 from pipeline.record.recorder import Recorder
 from pipeline.record.runs import RunSummary, summarize_run
-from pipeline.results import mlflow_names, record
+from pipeline.results import record
 from pipeline.results.paired import Answer, answer, judge_together
 from pipeline.results.record import Fact, Result
 from pipeline.results.texts import CLAIM, NO_PARTNER, SAME_DIFFERENCE
@@ -105,7 +105,7 @@ def test_the_answer_is_that_of_a_paired_t_test(tmp_path: Path) -> None:
     assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
     assert (found.answer, found.state, difference.unit, fact(found, "pairs").value) == ("better", "ok", "points", 5)
     assert found.verdict == "B is better than A: validation/accuracy +1.1 points (95% CI +0.38 to +1.9), 5 pairs"
-    assert mlflow_names.tags(found)["main"] == {
+    assert record.mlflow_tags(found)["main"] == {
         "verdict": "better", "difference": "+1.1 points (+0.38 to +1.9)", "pairs": "5",
     }  # fmt: skip
     value = found.fact("validation/accuracy", trial="0.05-1")

@@ -15,7 +15,7 @@ from samples import BASELINE, HARDWARE, finished, spread
 
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_result import Energy, Flops
-from pipeline.results import mlflow_names
+from pipeline.results import record
 from pipeline.results.measured import memory_table, result_of_run
 from pipeline.results.record import Fact, Result
 from pipeline.results.speedup import Row, facts_of, find_main, measure_rows, mfu, tflops
@@ -198,7 +198,7 @@ def test_its_start_is_paid_too_and_there_is_none_without_a_price_or_a_time() -> 
 
 def test_programs_and_people_get_it() -> None:
     result = reported(2.5, flops=flops(fp32=1e6), energy=Energy(joules=30.0, samples=10))
-    sent = mlflow_names.metrics(result)["main"]
+    sent = record.mlflow_metrics(result)["main"]
     assert (sent["cost"], sent["tflops"], "mfu" in sent) == (pytest.approx(2.5), pytest.approx(2e-4), False)
     assert Result.model_validate_json(result.model_dump_json()) == result
     (line,) = (line for line in format_full(result) if line.startswith("estimated price of the training"))

@@ -12,8 +12,8 @@ import yaml
 from pipeline import data, models, tasks
 from pipeline.errors import ExperimentError
 from pipeline.experiment import targets
-from pipeline.experiment.jsonschema import SUGGESTED, experiment_json_schema
 from pipeline.experiment.load import load
+from pipeline.experiment.problems import SUGGESTED, experiment_json_schema
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.tasks import Task
 

@@ -11,9 +11,8 @@ from outer import outer_torchrun
 from pipeline.drive import execute
 from pipeline.drive.execute import describe_sizes, fit
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.experiment.load import load
+from pipeline.experiment.load import flatten, load, to_yaml
 from pipeline.experiment.schema import Parallel
-from pipeline.experiment.summary import flatten, to_yaml
 from pipeline.launch import inprocess, torchrun
 from pipeline.launch.base import Session
 from pipeline.plan.plan import DataSizes, describe, make_plan

@@ -24,13 +24,13 @@ from pipeline.protocol.events import (
     Failed,
     Finished,
     Metrics,
+    Outcome,
     Point,
     Trained,
     TrialOpened,
     Warned,
 )  # fmt: skip
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record import journal
 from pipeline.record.recorder import Recorder
 

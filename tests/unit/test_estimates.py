@@ -18,7 +18,7 @@ from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, MAIN, finished, in_tur
 
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
-from pipeline.results import mlflow_names
+from pipeline.results import record
 from pipeline.results.breakdown import adds_up, describe_step, parts_table
 from pipeline.results.measured import result_of_run
 from pipeline.results.record import Fact, Result
@@ -185,7 +185,7 @@ def test_table_sentence_json_and_mlflow_have_the_same_figures() -> None:
     assert cell.value == read.value
     assert f"{read.value:.2f}x as fast" in result.headline[0]
     assert f"{read.value:.2f}x as fast" in result.verdict
-    sent = mlflow_names.metrics(result)["main"]
+    sent = record.mlflow_metrics(result)["main"]
     assert (sent["speedup"], sent["speedup_ci_low"], sent["speedup_ci_high"]) == (read.value, read.low, read.high)
     points = {point.name: point.value for point in scalars(finished("ddp-2", spread(40)))}
     assert (points["samples_per_second"], points["step_ms"]) == (40, 1600)

@@ -31,8 +31,8 @@ from pipeline.record.recorder import Recorder
 from pipeline.record.runs import summarize_run
 from pipeline.results.record import Result
 from pipeline.results.terminal import format_screen
-from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint
+from pipeline.train.storage import folder_name
 
 ERROR = "metrics={error: {_target_: torchmetrics.regression.MeanAbsoluteError}}"
 HIGHEST = {"best": "validation/loss", "mode": "max", "keep": 2}

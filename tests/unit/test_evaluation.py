@@ -19,8 +19,8 @@ from torchmetrics.classification import MulticlassF1Score
 from torchmetrics.utilities import dim_zero_cat
 
 from pipeline.experiment.train import EarlyStopping as Options
-from pipeline.train.built_in_hooks import EarlyStopping
 from pipeline.train.evaluate import evaluate
+from pipeline.train.hooks import EarlyStopping
 from pipeline.train.order import evaluation_batches
 
 

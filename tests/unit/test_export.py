@@ -36,7 +36,7 @@ from pipeline.record import journal
 from pipeline.results.terminal import format_screen
 from pipeline.tasks import Loss
 from pipeline.train.exported import write_mlflow_model
-from pipeline.train.manifest import folder_name
+from pipeline.train.storage import folder_name
 
 HERE = "test_export"
 

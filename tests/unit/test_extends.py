@@ -9,9 +9,8 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment.jsonschema import experiment_json_schema
-from pipeline.experiment.load import ExperimentFile, from_mapping, load
-from pipeline.experiment.summary import config_hash, flatten, to_yaml
+from pipeline.experiment.load import ExperimentFile, config_hash, flatten, from_mapping, load, to_yaml
+from pipeline.experiment.problems import experiment_json_schema
 
 BASE = """\
 name: base

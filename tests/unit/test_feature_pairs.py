@@ -11,7 +11,7 @@ import torch
 import toys
 from toy_features import PAIRS, Loop, sections_of
 
-from pipeline.train.built_in_hooks import Ema
+from pipeline.train.hooks import Ema
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12, equal_nan=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from samples import BASELINE, MAIN, finished, spread
 
 from pipeline.experiment.reported import mlflow_name as metric_name
-from pipeline.results import mlflow_names
+from pipeline.results import record
 from pipeline.results.record import Result
 from pipeline.results.speedup import iter_facts, measure_rows
 
@@ -45,6 +45,6 @@ def test_the_page_of_the_benchmark_explains_each_number_of_mlflow() -> None:
     rows = measure_rows([MAIN, BASELINE], [finished(name, spread(100)) for name in ("main", "baseline")])
     facts = tuple(fact.model_copy(update={"value": 1.0}) for fact in iter_facts(rows[-1]))
     result = Result(kind="run", name="lab", title="", headline=(), verdict="", facts=facts)
-    named = {metric_name(name) for name in mlflow_names.metrics(result)["main"]}
+    named = {metric_name(name) for name in record.mlflow_metrics(result)["main"]}
     assert len(named) > 20
     assert [name for name in named if f"`{name}`" not in page] == []

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline import Experiment, Trained
 from pipeline.errors import ExperimentError, UsageError
-from pipeline.experiment.summary import to_yaml
+from pipeline.experiment.load import to_yaml
 from pipeline.protocol.events import RunClosed, RunOpened
 from pipeline.record.recorder import Recorder
 from pipeline.train.reference import record

@@ -24,9 +24,8 @@ from pipeline.commands.list import list_runs
 from pipeline.commands.show import show
 from pipeline.drive.resume import changes, earlier
 from pipeline.errors import PipelineError
-from pipeline.experiment.load import load
+from pipeline.experiment.load import load, to_yaml
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import to_yaml
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, TrialOpened, event_to_json
 from pipeline.record import journal
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
@@ -35,7 +34,7 @@ from pipeline.record.runs import LATEST
 from pipeline.results.record import FILE_NAME as RESULT_NAME
 from pipeline.results.record import Fact, Result, Table
 from pipeline.tracking.store import check_store, resolve_uri
-from pipeline.train.manifest import Manifest, StoredFile, parse
+from pipeline.train.storage import Manifest, StoredFile, parse
 
 BEGAN = 1_772_366_400.0
 EVENTS = [

@@ -17,12 +17,11 @@ from jsonschema import Draft202012Validator
 from pipeline import registry
 from pipeline.commands.invocation import way_on
 from pipeline.errors import ExperimentError, Problem, UsageError
-from pipeline.experiment import jsonschema, keys
-from pipeline.experiment.jsonschema import experiment_json_schema
-from pipeline.experiment.load import ExperimentFile, load
+from pipeline.experiment import keys, problems
+from pipeline.experiment.load import ExperimentFile, config_hash, flatten, load, to_yaml
+from pipeline.experiment.problems import experiment_json_schema
 from pipeline.experiment.references import explain_unknown, fill_in
 from pipeline.experiment.schema import Experiment, Metric
-from pipeline.experiment.summary import config_hash, flatten, to_yaml
 from pipeline.experiment.train import Optimizer, Train
 from pipeline.experiment.values import Component
 
@@ -268,12 +267,12 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
     @settings(max_examples=examples(60), deadline=None)
     @given(st.data())
     def test_one_wrong_letter_in_a_key_finds_the_key(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from([key for key in jsonschema.all_keys() if len(key.rpartition(".")[2]) > 4]))
+        key = data.draw(st.sampled_from([key for key in problems.all_keys() if len(key.rpartition(".")[2]) > 4]))
         *section, name = keys.split(key)
         at = data.draw(st.integers(0, len(str(name)) - 1))
         typo = str(name)[:at] + data.draw(st.sampled_from(string.ascii_lowercase)) + str(name)[at + 1 :]
-        assume(typo not in jsonschema.fields(section))
-        like = [field for field in jsonschema.fields(section) if _letters_apart(str(field), typo) == 1]
+        assume(typo not in problems.fields_at(section))
+        like = [field for field in problems.fields_at(section) if _letters_apart(str(field), typo) == 1]
         with pytest.raises(ExperimentError) as caught:
             read(GOOD, f"{keys.join((*section, typo))}=1")
         found = [p.message for p in caught.value.problems if p.key == keys.join((*section, typo))]
@@ -513,7 +512,7 @@ class TestSummary:
         assert not Draft202012Validator(schema).is_valid({**yaml.safe_load(GOOD), "epochs": 1})
         assert "_target_" in schema["$defs"]["Component"]["properties"]
         assert "ddp" in schema["$defs"]["Parallel"]["properties"]["strategy"]["enum"]
-        assert all(jsonschema.at(keys.split(key)).get("description") for key in jsonschema.all_keys())
+        assert all(problems.schema_at(keys.split(key)).get("description") for key in problems.all_keys())
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12) | st.sampled_from(

@@ -31,10 +31,9 @@ from pipeline.protocol.events import ArtifactSaved
 from pipeline.record.screen import Terminal
 from pipeline.train import meter
 from pipeline.train import metrics as metrics_of
-from pipeline.train.built_in_hooks import TrainedMetrics
+from pipeline.train.hooks import TrainedMetrics
 from pipeline.train.kept import compute_gradients
-from pipeline.train.manifest import entries, verify
-from pipeline.train.storage import Storage
+from pipeline.train.storage import Storage, entries, verify
 
 MSE = "mse: {_target_: torchmetrics.MeanSquaredError}"
 FILE = """\

@@ -16,7 +16,9 @@ from samples import ALL_CORES, BASELINE, HARDWARE, MAIN, finished, in_turn, spre
 from pipeline.protocol.events import AnyEvent, Metrics, Point
 from pipeline.protocol.trial_result import Best, Communication
 from pipeline.results.breakdown import PARTS, parts_table
-from pipeline.results.charts import (
+from pipeline.results.goodput import Goodput
+from pipeline.results.measured import result_of_run
+from pipeline.results.page import (
     Course,
     _smooth,
     _thin,
@@ -25,10 +27,8 @@ from pipeline.results.charts import (
     draw_throughput,
     iter_figures,
     read_course,
+    render,
 )
-from pipeline.results.goodput import Goodput
-from pipeline.results.measured import result_of_run
-from pipeline.results.page import render
 from pipeline.results.record import Advice, Result, Table, format_fact
 from pipeline.results.speedup import measure_rows
 

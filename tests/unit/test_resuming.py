@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import HashStore
 
 from pipeline import registry
 from pipeline.errors import ExperimentError
-from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE, map_state
+from pipeline.train.storage import folder_name
 
 
 def convolutions() -> nn.Module:

@@ -19,7 +19,7 @@ from pipeline.protocol.events import Finished, Started
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import StepParts, TrialResult, Unsaved
 from pipeline.record.journal import FILE_NAME, Journal
-from pipeline.results import mlflow_names, speedup
+from pipeline.results import record, speedup
 from pipeline.results.goodput import Goodput
 from pipeline.results.measured import result_of_quick, result_of_run
 from pipeline.results.page import render
@@ -196,7 +196,7 @@ def test_a_new_number_is_shown_everywhere_by_one_line(monkeypatch: pytest.Monkey
     assert again == made
     assert any(line.split() == ["air", "pressure", "1,013"] for line in format_full(made))
     assert "<dt>air pressure</dt><dd>1,013</dd>" in render(made, about={})
-    assert {name: own["pressure"] for name, own in mlflow_names.metrics(made).items()} == dict.fromkeys(
+    assert {name: own["pressure"] for name, own in record.mlflow_metrics(made).items()} == dict.fromkeys(
         ("main", "baseline", "reference"), 1013.25
     )
     assert ran.to_pandas().loc["baseline", "pressure"] == 1013.25

@@ -12,8 +12,7 @@ from pipeline.commands import compare
 from pipeline.commands.compare import Comparison, Origin, Same, find_same, plan_comparison
 from pipeline.commands.compared_runs import Question
 from pipeline.errors import ExperimentError, ResourceError, UsageError
-from pipeline.experiment.load import ExperimentFile, load, read_variants
-from pipeline.experiment.summary import flatten
+from pipeline.experiment.load import ExperimentFile, flatten, load, read_variants
 from pipeline.protocol.events import RunClosed, RunOpened
 from pipeline.protocol.trial import Status
 from pipeline.record.journal import FILE_NAME, Journal

@@ -13,7 +13,7 @@ from samples import ALL_CORES, BASELINE, HARDWARE, MAIN, finished, in_turn, part
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops, Spread
-from pipeline.results import mlflow_names, record
+from pipeline.results import record
 from pipeline.results.breakdown import find_straggler, parts_table
 from pipeline.results.measured import result_of_run
 from pipeline.results.record import Fact, Result
@@ -120,7 +120,7 @@ def test_a_speedup_whose_interval_holds_1_is_inconclusive(rate: float, state: st
     made = result(slots(main=in_turn(rate, noise=0.05), baseline=in_turn(100)))
     speedup = fact(made, "speedup")
     assert (speedup.state, made.state, state == "inconclusive") == (state, state, "inconclusive" in made.verdict)
-    assert mlflow_names.tags(made)["main"]["speedup"].startswith("inconclusive, ") == (state == "inconclusive")
+    assert record.mlflow_tags(made)["main"]["speedup"].startswith("inconclusive, ") == (state == "inconclusive")
 
 
 @pytest.mark.parametrize(("pairs", "is_told"), [(2, True), (4, True), (5, False)])
@@ -251,18 +251,18 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
     record.save(made, tmp_path)
     saved = json.loads((tmp_path / record.FILE_NAME).read_text(), parse_constant=pytest.fail)
     assert {one["value"] for one in saved["facts"] if one["key"] == "train/loss"} == {None}
-    table = json.loads(mlflow_names.table_json(made), parse_constant=pytest.fail)
+    table = json.loads(record.mlflow_table(made), parse_constant=pytest.fail)
     assert table["data"][0][table["columns"].index("train/loss")] is None
 
 
 def test_mlflow_has_a_table_of_all_trials_and_a_description_with_the_answer_and_the_notes() -> None:
     made = result(rows())
-    table = json.loads(mlflow_names.table_json(made))
+    table = json.loads(record.mlflow_table(made))
     cells = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
     assert set(cells) == {"main", "baseline", "reference"}
     assert [cells[name]["speedup_rounds"] for name in ("main", "reference", "baseline")] == [8, 8, None]
     assert cells["main"]["efficiency"] == pytest.approx(0.95)
-    text = mlflow_names.describe(made)
+    text = record.mlflow_description(made)
     assert text.startswith("**2 workers (ddp): 1.90x as fast as 1 worker (95% CI 1.86x to 1.94x)**\n")
     assert "| 2 workers (ddp) | 2 | 190 | 1.90x | 95% |\n" in text
     assert all(f"- {note}\n" in text for note in made.notes)
@@ -271,5 +271,5 @@ def test_mlflow_has_a_table_of_all_trials_and_a_description_with_the_answer_and_
 def test_no_two_numbers_share_a_name_in_mlflow() -> None:
     (row,) = measure_rows([MAIN], [finished("main", spread(190))])
     keys = [one.key for one in iter_facts(row)]
-    names = [mlflow_names.METRICS.get(key, key) for key in keys]
+    names = [record.METRICS.get(key, key) for key in keys]
     assert len(set(names)) == len(names) == len(set(keys))

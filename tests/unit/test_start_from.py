@@ -21,8 +21,8 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.train import StartFrom
 from pipeline.protocol.events import Loaded, Started
 from pipeline.protocol.trial import Weights
-from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE
+from pipeline.train.storage import folder_name
 from pipeline.train.weights import fit, renamed
 
 NET = {"_target_": "toys.NormedNet"}

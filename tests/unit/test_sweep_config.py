@@ -13,8 +13,7 @@ from pipeline.commands.sweep import draws
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
 from pipeline.experiment import references
-from pipeline.experiment.load import ExperimentFile, load, override
-from pipeline.experiment.summary import config_hash, flatten, to_yaml
+from pipeline.experiment.load import ExperimentFile, config_hash, flatten, load, override, to_yaml
 from pipeline.experiment.sweep import Parameter, Sweep
 
 FILE = """\

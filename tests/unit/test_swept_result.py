@@ -15,7 +15,7 @@ from screens import check, shown
 from pipeline.commands.sweep import make_result
 from pipeline.commands.sweep_trial import State, SweptTrial
 from pipeline.experiment.load import load
-from pipeline.results import mlflow_names
+from pipeline.results import record
 from pipeline.results.page import render
 from pipeline.results.record import Result
 
@@ -115,5 +115,5 @@ def test_page_and_mlflow_have_the_best_trial(monkeypatch: pytest.MonkeyPatch) ->
     order = ["trial 4: validation/loss 0.02532", "Retrain", "Confirm", '<tr class="main"', "All numbers"]
     places = [page.index(part) for part in order]
     assert places == sorted(places)
-    assert mlflow_names.metrics(found)["main"]["validation/loss"] == 0.02532
-    assert mlflow_names.describe(found).startswith(f"**{found.verdict}**\n\n| trial | validation/loss |")
+    assert record.mlflow_metrics(found)["main"]["validation/loss"] == 0.02532
+    assert record.mlflow_description(found).startswith(f"**{found.verdict}**\n\n| trial | validation/loss |")

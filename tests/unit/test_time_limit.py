@@ -16,8 +16,8 @@ from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.record.trial_progress import TrialProgress
 from pipeline.train.gauges import Clock, Lap
-from pipeline.train.manifest import folder_name
 from pipeline.train.run import train
+from pipeline.train.storage import folder_name
 
 
 @pytest.fixture(autouse=True)

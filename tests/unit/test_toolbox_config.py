@@ -22,7 +22,7 @@ from pipeline.record.console import _format_finished
 from pipeline.results.measured import result_of_run
 from pipeline.results.speedup import measure_rows
 from pipeline.tracking.loggers import scalars
-from pipeline.train.manifest import trained
+from pipeline.train.storage import trained
 
 LAPTOP = Resources(cpus=4, memory_mb=16384)
 SERVER = Resources(cpus=8, memory_mb=16384, gpus=("H200",) * 2)

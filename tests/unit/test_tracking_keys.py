@@ -11,8 +11,7 @@ from pipeline.commands.doctor import find_store
 from pipeline.errors import ExperimentError
 from pipeline.experiment import uris
 from pipeline.experiment.consistency import OWN_TAGS, contradictions
-from pipeline.experiment.load import from_mapping
-from pipeline.experiment.summary import to_yaml
+from pipeline.experiment.load import from_mapping, to_yaml
 from pipeline.plan.plan import DataSizes, describe, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import ModelSaved

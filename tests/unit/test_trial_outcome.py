@@ -10,9 +10,8 @@ from samples import finished, spread
 from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingError
 from pipeline.launch import inprocess
 from pipeline.launch.base import Session
-from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Origin, Started, Trained, Warned
+from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Origin, Outcome, Started, Trained, Warned
 from pipeline.protocol.trial import Rank
-from pipeline.protocol.trial_outcome import Outcome
 
 BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"
 OWN = "ConnectionResetError: [Errno 104] Connection reset by peer"

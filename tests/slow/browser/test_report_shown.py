@@ -13,9 +13,8 @@ from browser import CHROMIUM, INSTALL, Pages
 from playwright.sync_api import sync_playwright
 from samples import ALL_CORES, BASELINE, HARDWARE, MAIN, finished, in_turn, spread, trial
 
-from pipeline.results.charts import Course, iter_figures
 from pipeline.results.measured import result_of_run
-from pipeline.results.page import FILE_NAME, render
+from pipeline.results.page import FILE_NAME, Course, iter_figures, render
 from pipeline.results.speedup import measure_rows
 
 pytestmark = [

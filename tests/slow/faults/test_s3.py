@@ -10,8 +10,7 @@ from checkpointed import steps
 from s3 import BUCKET, S3, SECRET
 
 from pipeline.protocol.events import Resumed
-from pipeline.train.manifest import FILE_NAME, folder_name
-from pipeline.train.storage import Storage
+from pipeline.train.storage import FILE_NAME, Storage, folder_name
 
 
 def test_a_run_goes_on_from_there(

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from pipeline import registry
 from pipeline.launch.base import Session
-from pipeline.protocol.events import WEIGHTS, Finished, Metrics
+from pipeline.protocol.events import WEIGHTS, Finished, Metrics, Outcome
 from pipeline.protocol.trial import Baseline, Trial
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.record import journal
 from pipeline.record.recorder import Recorder

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset
 
 from pipeline.protocol.trial import Rank
 from pipeline.train.build import build
-from pipeline.train.manifest import folder_name
+from pipeline.train.storage import folder_name
 
 NAMES = ("train/loss", "train/train_loss", "train/scale", "validation/loss", "validation/val_loss", "validation/val_f1")
 STEPS = 6

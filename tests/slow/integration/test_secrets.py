@@ -20,8 +20,7 @@ import pytest
 from stores import Proxy, Server
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment.load import load
-from pipeline.experiment.summary import config_hash, flatten, to_yaml
+from pipeline.experiment.load import config_hash, flatten, load, to_yaml
 
 Start = Callable[..., "subprocess.Popen[str]"]
 pytestmark = pytest.mark.timeout(600)

@@ -18,7 +18,7 @@ from baking import REPOSITORY, Baked, bake, command, git, succeed
 from typer.testing import CliRunner
 
 from pipeline import cli
-from pipeline.experiment.jsonschema import experiment_json_schema
+from pipeline.experiment.problems import experiment_json_schema
 
 KINDS = ("digits", "image_folder", "table", "text")
 SCHEMA = "experiments/experiment.schema.json"

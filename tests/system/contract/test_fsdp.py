@@ -26,9 +26,9 @@ from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Held
 from pipeline.train.evaluate import evaluate, full_state_dict
 from pipeline.train.kept import compute_gradients
-from pipeline.train.manifest import folder_name
 from pipeline.train.ranks import local
 from pipeline.train.state import State
+from pipeline.train.storage import folder_name
 
 ROUNDED = 1e-12
 LARGE: dict[str, Any] = {

@@ -17,10 +17,9 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.train import StartFrom
 from pipeline.protocol.trial import Rank, Weights
 from pipeline.train import storage as storage_module
-from pipeline.train.manifest import entries, folder_name, verify
 from pipeline.train.run import train
 from pipeline.train.saved_state import STATE, read
-from pipeline.train.storage import Storage
+from pipeline.train.storage import Storage, entries, folder_name, verify
 from pipeline.train.weights import fit
 
 AFTER = 2

@@ -14,7 +14,7 @@ from job import PATIENCE_S
 from recordings import written_here
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, Warned
-from pipeline.train.manifest import folder_name
+from pipeline.train.storage import folder_name
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(

@@ -15,8 +15,7 @@ import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from pipeline.experiment.load import load
-from pipeline.experiment.summary import config_hash, flatten
+from pipeline.experiment.load import config_hash, flatten, load
 from pipeline.protocol.events import Finished, RunClosed, RunOpened, TrialOpened
 from pipeline.record import journal
 from pipeline.results import record

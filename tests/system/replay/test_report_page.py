@@ -14,8 +14,9 @@ import pytest
 from recordings import JOURNALS
 
 from pipeline.record import journal
-from pipeline.results import charts, record
-from pipeline.results.page import FILE_NAME
+from pipeline.results import page as pages
+from pipeline.results import record
+from pipeline.results.page import FILE_NAME, Course
 
 Play = Callable[..., Any]
 PLAYED = {
@@ -74,12 +75,12 @@ def with_losses(lab: Path) -> tuple[str, list[float]]:
 
 
 def test_the_curves_are_the_losses_of_all_steps(play: Play, lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def iter_figures(result: record.Result, courses: Sequence[charts.Course] = ()) -> Iterator[tuple[str, str, str]]:
+    def iter_figures(result: record.Result, courses: Sequence[Course] = ()) -> Iterator[tuple[str, str, str]]:
         drawn.extend(courses)
         yield from known(result, courses)
 
-    known, drawn = charts.iter_figures, list[charts.Course]()
-    monkeypatch.setattr(charts, "iter_figures", iter_figures)
+    known, drawn = pages.iter_figures, list[Course]()
+    monkeypatch.setattr(pages, "iter_figures", iter_figures)
     recorded, losses = with_losses(lab)
     ended = play(recorded, "run", "tiny.yaml")
 
@@ -99,7 +100,7 @@ def test_the_curves_are_the_losses_of_all_steps(play: Play, lab: Path, monkeypat
 def test_a_page_that_cannot_be_drawn_costs_itself_and_a_line(
     play: Play, lab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(charts, "iter_figures", lambda *_: 1 / 0)
+    monkeypatch.setattr(pages, "iter_figures", lambda *_: 1 / 0)
     ended = play("finished", "run", "tiny.yaml")
 
     assert ended.code == 0, ended.stderr

@@ -14,9 +14,8 @@ import torch
 from mlflow.entities import Run
 from recordings import JOURNALS, LAB, Recording, Store, copied, recording
 
-from pipeline.experiment.load import load
+from pipeline.experiment.load import config_hash, flatten, load
 from pipeline.experiment.reported import mlflow_name
-from pipeline.experiment.summary import config_hash, flatten
 from pipeline.protocol.events import ArtifactSaved, Failed, Finished
 from pipeline.results.record import read
 from pipeline.tracking.follow import sync

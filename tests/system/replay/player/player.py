@@ -24,6 +24,7 @@ from pipeline.protocol.events import (
     FirstStep,
     Metrics,
     ModelSaved,
+    Outcome,
     Resumed,
     RunClosed,
     Started,
@@ -32,7 +33,6 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.trial import Training, Trial
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record import journal
 
 _WORKERS = (
