@@ -3,6 +3,7 @@
 import faulthandler
 import io
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ def check(
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
-    """Check experiment files without training: each component, the data, and one batch."""
+    """Check experiment files without training: each component, the data, and a few samples."""
     overrides = [word for word in files if "=" in word and not Path(word).exists()]
     files = [word for word in files if word not in overrides]
     if not files:
@@ -68,6 +69,7 @@ def check_file(name: str, overrides: Sequence[str], *, with_data: bool) -> str:
     """Check a file, with data, weights and a batch if asked to; return why no batch was tried. It prints nothing."""
     with suppress(OSError, ValueError):  # where standard error is no file
         faulthandler.enable()  # a crash in native code ends the command, with its stack
+    logging.getLogger("pipeline").addHandler(logging.NullHandler())  # the user gets a part of a traceback, or one line
     begin_stage(f"checking {name}")
     try:
         file = load(name, overrides)

@@ -191,8 +191,7 @@ class Comparison(NamedTuple):
 
     def describe(self) -> str:
         """Describe it in lines, for ``--dry-run``."""
-        there = self.find()
-        missing = self.list_missing(there)
+        missing = self.list_missing(self.find())
         experiment = self.variants[0].file.experiment
         metric = (
             self.question.metric or experiment.checkpoint.best or f"{PREFIX}{next(iter(experiment.metrics), 'loss')}"

@@ -88,8 +88,7 @@ class Record(Frozen):
     def keep(self, folder: Path, **changed: object) -> None:
         """Write the record, with changes, into the trial's folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        text = self.model_copy(update=changed).model_dump_json(indent=1) + "\n"
-        write_atomically(folder / RECORD_NAME, text)
+        write_atomically(folder / RECORD_NAME, self.model_copy(update=changed).model_dump_json(indent=1) + "\n")
 
 
 @dataclass(frozen=True)

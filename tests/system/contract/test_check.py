@@ -9,18 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def test_what_a_file_s_code_leaves_is_ended_and_a_crash_in_native_code_ends_the_command_with_its_stack(
+def test_what_a_file_s_code_leaves_is_ended_its_errors_take_a_line_and_a_crash_ends_the_command_with_its_stack(
     start: Callable[..., "subprocess.Popen[str]"], project: Path
 ) -> None:
     good = (project / "lab.yaml").read_text()
-    for name in ("Crashing", "Lingering"):
-        (project / f"{name}.yaml").write_text(good.replace("lab.Net", f"lab.{name}"))
+    for name, old in (("Crashing", "lab.Net"), ("Lingering", "lab.Net"), ("from_a_file", "lab.points")):
+        (project / f"{name}.yaml").write_text(good.replace(old, f"lab.{name}"))
     before = _files(project)
 
-    process = start("check", "Lingering.yaml", "lab.yaml", cwd=project)
+    process = start("check", "Lingering.yaml", "lab.yaml", "from_a_file.yaml", cwd=project)
     stdout, stderr = process.communicate(timeout=200)
-    assert (process.returncode, stdout) == (0, "Lingering.yaml: ok\nlab.yaml: ok\n")
+    assert (process.returncode, stdout) == (2, "Lingering.yaml: ok\nlab.yaml: ok\n")
     assert "were killed" in stderr
+    assert "raised FileNotFoundError: points.csv is not on this disk (lab.py:37)" in stderr
+    assert "Traceback" not in stderr
 
     process = start("check", "Crashing.yaml", cwd=project)
     _, stderr = process.communicate(timeout=200)

@@ -37,8 +37,7 @@ def test_each_command_has_help(command: Command, name: str) -> None:
 
     assert ended.code == 0
     assert f"Usage: pipeline {name} " in ended.stdout
-    types = re.findall(r"<(?:bool|str|list\[str\])>", ended.stdout)
-    assert types == []
+    assert re.findall(r"<(?:bool|str|list\[str\])>", ended.stdout) == []
     assert max(map(len, ended.stdout.splitlines())) <= 80
     shown = [line.strip() for line in ended.stdout.partition("Examples:")[2].splitlines() if line.strip()]
     (examples,) = (commands[name].examples for commands in GROUPS.values() if name in commands)
