@@ -24,7 +24,7 @@ pytestmark = [
 
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 PATIENCE_S = 400.0
-EPOCHS = 40
+EPOCHS = 150
 RATES = section(parameters={"optimizer.lr": {"grid": [0.1, 0.05, 0.02]}})
 LONG = (*INPROCESS, f"train.epochs={EPOCHS}", "checkpoint.every_steps=5")
 
