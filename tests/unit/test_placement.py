@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.options import with_address
-from pipeline.errors import ExperimentError, ResourceError
+from pipeline.errors import ExperimentError
 from pipeline.experiment.load import load
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import Resources
@@ -16,16 +16,6 @@ TWO_NODES = Resources(cpus=8, memory_mb=4096, gpus=("GPU",) * 8, node="Ray clust
 
 def plan(*overrides: str) -> Plan:
     return make_plan(load(MLP, ["parallel.launcher=ray", *overrides]).experiment, TWO_NODES, with_baseline=False)
-
-
-def test_strict_spread_needs_a_node_for_each_worker() -> None:
-    with pytest.raises(ResourceError) as refused:
-        plan("parallel.placement=strict_spread", "parallel.workers=3")
-    assert str(refused.value) == (
-        "parallel.placement: strict_spread needs a node for each of 3 workers. Ray cluster at head:6379 has 2 nodes "
-        "for them. Use fewer workers, or spread."
-    )
-    assert plan("parallel.placement=spread", "parallel.workers=3").main.workers == 3
 
 
 def test_dp_gets_the_gpus_that_it_asks_for() -> None:

@@ -4,6 +4,7 @@ For srun, a process on each node gets the variables that Slurm sets.
 """
 
 # promise: an outer launcher on two nodes: losses to 1e-12, SIGTERM, kill, cut link, resume on another number of nodes
+# promise: how long gradients are exchanged while training runs, and its spikes; on a link that is slowed in the middle
 
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from nodes import Nodes
 from outer import run_line, srun
 from projects import project
 
-from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed, Started, SystemMetrics
+from pipeline.protocol.events import CheckpointSaved, Finished, Resumed, RunClosed, Started, SystemMetrics, Warned
 from pipeline.record import loss_file
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,6 +35,7 @@ OFTEN = ["--no-baseline", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
 STEPS = 100
 PORT = 29511
+CALM_REPORTS = 5
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,32 @@ def test_the_commands_of_the_tutorial_train_on_two_nodes_what_one_process_does(n
     both, single = (list(loss_file.read(next((folder / "runs").iterdir()))) for folder in (cwd, alone))
     assert len(single) == 23
     assert both == pytest.approx(single, rel=0, abs=ROUNDED)
+
+
+def test_a_link_that_is_slowed_in_the_middle_shows_as_a_spike(nodes: Nodes, cwd: Path) -> None:
+    # A quarter of a megabyte of gradients in 150 steps of 20 ms; at 1 Mbit/s it takes two seconds to exchange them.
+    larger = ["model={_target_: lab.Sluggish, ms: 20.0, width: 256}", "data={_target_: lab.points, samples: 800}"]
+    with torchrun(nodes, cwd, *DDP, *larger, "train.epochs=3", "checkpoint.keep=0", "--train-only") as ranks:
+
+        def has_reported(times: int) -> bool:
+            return len(ranks.series("time/window_communication_ms")) >= times
+
+        ranks.wait_for(lambda: has_reported(CALM_REPORTS), what="calm reports")
+        nodes.shape(1, 1)
+        slowed_at = ranks.losses[-1][0]
+        try:
+            ranks.wait_for(lambda: has_reported(CALM_REPORTS + 2), what="slow reports")
+        finally:
+            nodes.shape(1, None)
+        ends = ranks.ended()
+    assert [end.code for end in ends] == [0, 0], ends
+    told = [event.message for event in ranks.all_of(Warned) if "gradient synchronization" in event.message]
+    (finished,) = ranks.all_of(Finished)
+    worst = finished.result.communication.worst
+    assert worst.first_step > slowed_at - 10
+    assert not worst.is_late
+    assert any("on all ranks, longest on rank" in message for message in told)
+    assert f"on {nodes.name(worst.rank)}" in worst.sentence
 
 
 @pytest.mark.parametrize("told", [0, 1], ids=["driver", "other"])
