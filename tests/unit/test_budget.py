@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 170
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 43_743
+TEST_LINES = 43_740
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

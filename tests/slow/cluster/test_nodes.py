@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-12
 SLOW_MBIT = 20
-OTHER_TORCH, OTHER_RELEASE = "2.9.1", "0.0.9"
+OTHER_TORCH = "2.9.1"
 WIDE = ["train.precision=fp64", "model={_target_: lab.Talkative, ms: 0, width: 256}", "checkpoint.keep=0"]
 """Half a megabyte of gradients, which a slow link can hold up."""
 TWO = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.placement=strict_spread"]
@@ -32,12 +32,9 @@ LARGE = "parallel.cpus_per_worker=2"
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     other = tmp_path_factory.mktemp("other")
-    (other / "torch").mkdir()
-    (other / "torch" / "__init__.py").touch()
-    (other / "torch" / "version.py").write_text(f"__version__ = '{OTHER_TORCH}'\n")
-    release = other / f"ddp_pipeline-{OTHER_RELEASE}.dist-info"
-    release.mkdir()
-    (release / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ddp-pipeline\nVersion: {OTHER_RELEASE}\n")
+    installed = other / f"torch-{OTHER_TORCH}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {OTHER_TORCH}\n")
     with Nodes(4, started=False) as nodes:
         for node in (0, 1):
             nodes.start(node, cpus=2)
