@@ -9,8 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from pipeline.data import characters
 from pipeline.models import GPT
-from pipeline.train.order import SampleOrder
-from pipeline.train.order import mix
+from pipeline.train.order import SampleOrder, mix
 
 SEED, STEPS, BATCH, PARTS, WARMUP = 17, 300, 32, 4, 20
 

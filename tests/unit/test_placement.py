@@ -10,7 +10,7 @@ from pipeline.experiment.load import load
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import Resources
 
-MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
+MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 TWO_NODES = Resources(cpus=8, memory_mb=4096, gpus=("GPU",) * 8, node="Ray cluster at head:6379", nodes=2)
 
 
