@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from pipeline.commands.options import interruptible, show
-from pipeline.errors import PipelineError, UsageError, interrupt
+from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
 from pipeline.system import hang_up, importable, missing_user_variables
 from pipeline.wording import nearest
 
@@ -279,10 +279,11 @@ def main() -> NoReturn:
         show(error)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS):
             raise
-        show(UsageError(f"{str(error.filename)[:60]}...: this path is too long. Use a shorter path."))
-        sys.exit(UsageError.exit_code)
+        kind: type[PipelineError] = UsageError if error.errno == errno.ENAMETOOLONG else ResourceError
+        show(kind(f"{str(error.filename or 'the output')[:200]}: {error.strerror}"))
+        sys.exit(kind.exit_code)
     sys.exit(0)
 
 

@@ -145,8 +145,7 @@ def compare(
             from pipeline.commands.compare import compare_files, plan_comparison
             from pipeline.commands.compared_runs import Question
 
-        question = Question.model_validate(asked)
-        comparison = plan_comparison(variants, question, pairs=pairs, concurrent=concurrent)
+        comparison = plan_comparison(variants, Question.model_validate(asked), pairs=pairs, concurrent=concurrent)
         end_stage()
         if dry_run:
             say(comparison.describe())

@@ -302,8 +302,8 @@ def _list_results(run: RunSummary) -> dict[str, str | Fact]:
     found |= {name: Fact(key=name, value=value, trial=run.run) for name, value in run.metrics.items()}
     try:
         result = record.read(run.folder)
-    except UsageError as error:
-        return found | {"result": str(error)}
+    except UsageError:
+        return found | {"result": f"{record.FILE_NAME} is damaged"}
     for fact in result.all_facts if result is not None else ():
         name = fact.label or fact.key
         found[name if fact.trial == "main" else f"{fact.trial}: {name}"] = fact

@@ -98,8 +98,7 @@ def doctor(
     parallel = experiment.parallel if experiment else Parallel(launcher="ray")
     if address is not None:
         parallel = parallel.model_copy(update={"launcher": "ray", "address": address})
-    uri = experiment.tracking.uri if experiment else None
-    examination = examine(parallel, uri=uri, say=partial(say, err=True))
+    examination = examine(parallel, uri=experiment.tracking.uri if experiment else None, say=partial(say, err=True))
     if as_json:
         print_json(examination.model_dump_json(indent=2))
     else:

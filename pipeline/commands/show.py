@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline.commands.invocation import find_places
 from pipeline.commands.options import RUNS, Directory, Json, RunArgument, print_json, say, summary_of
 from pipeline.errors import UsageError
 from pipeline.experiment.reported import iter_formatted
@@ -36,7 +37,7 @@ def show(
     if result is None and as_json:
         raise UsageError(f"{folder}: {state}{', so it has no result' * (summary.status != 'FINISHED')}")
     if result is not None:
-        result = result.model_copy(update={"notes": (*evaluations, *result.notes)})
+        result = result.model_copy(update={"notes": (*evaluations, *result.notes), "places": find_places(folder)})
     if result is not None and as_json:
         print_json(result.model_dump_json(indent=1))
         return

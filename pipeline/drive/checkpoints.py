@@ -109,7 +109,7 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
     address = address_of(options.directory, run=folder)
     manifests = list(iter_complete(address))
     if not manifests:
-        why = "checkpoint.keep is 0" if not options.keep else "Training ended before the first checkpoint"
+        why = "checkpoint.keep is 0" if not options.keep else "Training ended before the first one, or they are damaged"
         raise UsageError(f"{name}: {address} has no complete checkpoint. {why}.")
     steps = ", ".join(str(step) for step in sorted(one.step for one in manifests))
     rated = [one.rated_by(options.best) for one in manifests]

@@ -65,8 +65,8 @@ class Terminal(NamedTuple):
 
 
 def write(stdout: Console, text: str, *, style: str = "") -> None:
-    """Print a line; a terminal wraps it between words, a file or a pipe gets it unbroken for grep."""
-    stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
+    """Print a line; a terminal wraps it between words, but a command to copy stays whole, as in a file or a pipe."""
+    stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive or ": pipeline " in text)
 
 
 def without_controls(text: str) -> str:

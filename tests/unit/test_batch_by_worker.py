@@ -80,8 +80,7 @@ def test_the_resolved_file_gives_the_same_experiment(tmp_path: Path) -> None:
 
 def test_the_plan_shows_both() -> None:
     plan = make_plan(read(), MACHINE, allowed=())
-    text = describe(plan, DataSizes(1438, 359, 30))
-    assert "global_batch_size: 48\nbatch_size_per_worker: 12\n" in text
+    assert "global_batch_size: 48\nbatch_size_per_worker: 12\n" in describe(plan, DataSizes(1438, 359, 30))
     assert any(note.startswith("The global batch size is 48 (train.batch_size_per_worker x") for note in plan.notes)
     for workers, batch in ((1, 12), (2, 24), (4, 48)):  # as weak scaling needs
         measured = make_plan(read(f"parallel.workers={workers}"), MACHINE, allowed=()).measured

@@ -233,7 +233,7 @@ def test_what_differs_is_listed_and_nothing_else(tmp_path: Path) -> None:
         "tracking.uri": ("a", "b"), "numpy": ("2.3.4", "2.4.0"),
     }  # fmt: skip
     (runs[0].folder / record.FILE_NAME).write_text("{}")
-    assert "damaged, or of another version" in differing(compare_runs(runs))["result"][0]
+    assert "result.json is damaged" in differing(compare_runs(runs))["result"][0]
 
 
 def answered(mean: float) -> Answer:

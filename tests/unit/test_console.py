@@ -355,6 +355,8 @@ def test_an_error_is_wrapped_between_words_on_a_terminal(
     shown = capsys.readouterr().err
     assert len(shown.splitlines()) == lines
     assert " ".join(shown.split()) == " ".join(f"error: train.{key}: unknown key; did you mean epochs?" for key in "ab")
+    show_error(UsageError("interrupted; continue it with: pipeline run experiments/mlp.yaml --resume"))
+    assert len(capsys.readouterr().err.splitlines()) == 1  # so that it can be copied
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])

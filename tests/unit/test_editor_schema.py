@@ -30,8 +30,7 @@ def test_the_command_prints_the_schema(command: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("validator", VALIDATORS)
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_an_editor_marks_nothing_in_our_experiments(path: Path, validator: Any) -> None:
-    problems = list(validator(experiment_json_schema()).iter_errors(yaml.safe_load(path.read_text())))
-    assert problems == []
+    assert list(validator(experiment_json_schema()).iter_errors(yaml.safe_load(path.read_text()))) == []
 
 
 def _set(*path: str | int, to: object) -> Callable[[Any], None]:

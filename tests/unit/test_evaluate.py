@@ -200,8 +200,7 @@ def test_other_data_than_the_runs_is_refused_or_named(tmp_path: Path, monkeypatc
         evaluated(folder, 6)
     with pytest.raises(ExperimentError, match=said):
         export_model(opened(folder), folder=folder, to=tmp_path / "out", checkpoint="last")
-    found = evaluated(folder, 6, allow_changed=True)
-    assert "has changed since step-00000006" in found.changes[-1]
+    assert "has changed since step-00000006" in evaluated(folder, 6, allow_changed=True).changes[-1]
     exported = export_model(opened(folder), folder=folder, to=tmp_path / "out", checkpoint="last", allow_changed=True)
     assert "has changed since step-00000006" in make_export_result(exported, tmp_path / "out").notes[0]
     plan = evaluating.make(opened(folder, "seed=4"), state=read_state(folder), checkpoint="6", split=None)

@@ -54,8 +54,7 @@ def saved(time: float, *, step: int) -> CheckpointSaved:
 
 
 def trained(time: float) -> Trained:
-    result = samples.finished("main", samples.spread(100.0)).result
-    return Trained(time=time, result=result)
+    return Trained(time=time, result=samples.finished("main", samples.spread(100.0)).result)
 
 
 def resumed(time: float) -> Resumed:

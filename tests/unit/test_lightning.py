@@ -75,8 +75,7 @@ def test_several_optimizers_and_a_step_without_loss_are_refused() -> None:
 def test_the_module_is_left_as_it_was() -> None:
     module = lit.Lit().train()
     before = set(vars(module))
-    loss = Lightning()(module, toys.classification()[0][:])
-    assert loss.sum.requires_grad
+    assert Lightning()(module, toys.classification()[0][:]).sum.requires_grad
     assert set(vars(module)) == before
     assert module._trainer is None
 

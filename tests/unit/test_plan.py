@@ -253,8 +253,7 @@ def test_gpus_may_be_left_alone() -> None:
     [(1, 2, 4), (2, 2, 4), (3, 2, 2), (4, 2, 2), (4, 3, 2), (5, 2, 1)],
 )
 def test_a_workers_cores_are_on_one_node(workers: int, nodes: int, cores: int) -> None:
-    cluster = Resources(cpus=4 * nodes, memory_mb=1, nodes=nodes)
-    made = plan(cluster, parallel=ddp(workers))
+    made = plan(Resources(cpus=4 * nodes, memory_mb=1, nodes=nodes), parallel=ddp(workers))
     assert made.main.cpus_per_worker == cores
     assert -(-workers // nodes) * cores <= 4
     assert "reference" not in [trial.role for trial in made.measured]  # one process can't have the cores of two nodes
@@ -376,8 +375,7 @@ def test_the_plan_in_words_on_gpus() -> None:
 
 
 def test_omp_num_threads_is_respected_unless_cores_are_given() -> None:
-    busy = LAPTOP.model_copy(update={"threads": 1})
-    made = plan(busy, parallel=ddp(2))
+    made = plan(LAPTOP.model_copy(update={"threads": 1}), parallel=ddp(2))
     assert [shape(trial)[-1] for trial in made.measured] == [1, 1, 2]
     (note,) = (note for note in made.notes if "OMP" in note)
     assert note == (

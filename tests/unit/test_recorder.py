@@ -165,8 +165,7 @@ def test_samples_of_a_nodes_load_are_counted_on(tmp_path: Path) -> None:
 def test_trials_that_had_ended_are_known_and_one_that_is_done_again_counts_once(tmp_path: Path) -> None:
     first, second = finished("baseline", spread(1.0)), finished("baseline", spread(2.0))
     recorded(tmp_path, [opened("baseline"), first, opened("main")])
-    continued = recorded(tmp_path, [])
-    assert [end.result for end in continued.earlier] == [first.result]
+    assert [end.result for end in recorded(tmp_path, []).earlier] == [first.result]
     recorded(tmp_path, [opened("baseline")])  # and has not ended
     assert recorded(tmp_path, []).earlier == ()
     recorded(tmp_path, [opened("baseline"), second])

@@ -121,8 +121,7 @@ def test_a_renamed_file_goes_on(source: str) -> None:
 def test_another_file_is_told(source: str, notes: int) -> None:
     a = experiment("a.yaml")
     state = RunState(folder=Path("runs/r"), experiment=a.experiment, opened=opened(source), status="KILLED")
-    told = resume.changes(a, state, allowed=False)
-    assert told == ["r was started with b.yaml, not with a.yaml"] * notes
+    assert resume.changes(a, state, allowed=False) == ["r was started with b.yaml, not with a.yaml"] * notes
 
 
 def finished(text: str = FILE, *, status: Status = "FINISHED") -> RunState:

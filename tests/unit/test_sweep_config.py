@@ -237,8 +237,7 @@ class TestDrawing:
         ],
     )
     def test_values_lie_where_they_should_and_reach_everywhere(self, parameter: Parameter, allowed: Any) -> None:
-        sweep = Sweep(parameters={"key": parameter}, trials=400)
-        values = [one["key"] for one in draws(sweep, seed=0)]
+        values = [one["key"] for one in draws(Sweep(parameters={"key": parameter}, trials=400), seed=0)]
         assert all(map(allowed, values))
         if parameter.uniform or parameter.log_uniform:
             assert len(set(values)) > 50

@@ -326,8 +326,7 @@ def test_a_sweep_counts_what_is_free_now(
     trials = ["sweep.trials=8"] if concurrent == "8" else []
     file = load(MLP, ["parallel.launcher=ray", "parallel.workers=1", sweep, *more, *trials])
     idle = tuple({"CPU": float(cpus)} if cpus else {} for cpus in free)
-    there = Resources(cpus=8, memory_mb=1, nodes=2, idle=idle)
-    assert concurrency(file, there) == expected
+    assert concurrency(file, Resources(cpus=8, memory_mb=1, nodes=2, idle=idle)) == expected
 
 
 @pytest.mark.parametrize("idle", [(), ({"CPU": 1.0},)])

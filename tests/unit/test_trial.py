@@ -65,8 +65,7 @@ EVENTS: list[AnyEvent] = [
 def test_every_event_survives_json(event: AnyEvent) -> None:
     line = event_to_json(event)
     assert b"\n" not in line
-    again = event_from_json(line)
-    assert again == event
+    assert event_from_json(line) == event
 
 
 def test_there_is_an_example_of_every_event() -> None:

@@ -2,6 +2,7 @@
 
 # promise: the commands, their help, exit codes, plan and schema
 
+import errno
 import json
 import re
 import socket
@@ -11,12 +12,13 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from typed import understand
 
-from pipeline import registry
+from pipeline import cli, registry
 from pipeline.cli import GROUPS
 from pipeline.protocol.trial import Experiment
 
@@ -43,6 +45,13 @@ def test_each_command_has_help(command: Command, name: str) -> None:
     (examples,) = (commands[name].examples for commands in GROUPS.values() if name in commands)
     assert shown == list(examples)
     assert len(examples) == 2
+
+
+def test_a_full_disk_is_told_in_a_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "runs/r/log.txt"))
+    monkeypatch.setattr(cli, "load_verb", full)
+    ended = command("list")
+    assert (ended.code, ended.stderr) == (3, "error: runs/r/log.txt: No space left on device\n")
 
 
 def test_the_examples_of_the_help_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +190,7 @@ def test_a_dry_run_of_a_training_only(command: Command) -> None:
     assert "in turn with" not in ended.stdout
     assert ended.stdout.count("--train-only: no speedup, no step-time breakdown, no recommendations") == 1
     assert "measures" not in ended.stdout
-    as_json = command("run", MLP, "--dry-run", "--train-only", "--json")
-    assert "--train-only" in json.loads(as_json.stdout)["notes"][0]
+    assert "--train-only" in json.loads(command("run", MLP, "--dry-run", "--train-only", "--json").stdout)["notes"][0]
 
 
 def test_a_dry_run_finds_what_a_run_would(command: Command) -> None:

@@ -101,8 +101,7 @@ def _train(rank: Rank, case: str) -> Kept:
         patch.setattr(measure, "measure_in_turn", measured)
         result = train(trial(case), rank=rank, outbox=outbox)
     ends = [event.result for event in outbox.events if isinstance(event, Finished)]
-    warnings = outbox.warnings
-    return Kept(result, weights, ends, warnings, *map(sum, zip(*waited, strict=True)))
+    return Kept(result, weights, ends, outbox.warnings, *map(sum, zip(*waited, strict=True)))
 
 
 def _stopped(rank: Rank) -> int:
@@ -145,7 +144,7 @@ def test_slots_in_turn_leave_the_training_as_it_was(ranks: Ranks, case: str) -> 
     if case == "broken baseline":
         assert first.warnings == [
             "The baseline (1 worker) could not be measured next to the training: model: test_in_turn.Broken raised "
-            "MemoryError: no room (test_in_turn.py:36)"
+            "MemoryError: no room (test_in_turn.py:35)"
         ]
         assert first.ends == []
         return
