@@ -47,13 +47,12 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
     from pipeline.train.meter import Meter
-    from pipeline.train.state import State
 
 _LEAST_PIXELS = 48
 """Height of an image in a picture, at least; smaller ones are enlarged by a whole number."""
 
 
-def send_curve(s: "State", name: str, drawn: Drawable) -> None:
+def send_curve(s: State, name: str, drawn: Drawable) -> None:
     """Send a curve or a large result of the last evaluation from rank 0 as metrics/NAME.csv and .png."""
     if not s.rank.is_first:
         return
@@ -65,7 +64,7 @@ def send_curve(s: "State", name: str, drawn: Drawable) -> None:
             _send(s, path, f"metrics/{quote(name, safe='')}{path.suffix}")
 
 
-def send_images(s: "State", name: str, grid: Tensor) -> None:
+def send_images(s: State, name: str, grid: Tensor) -> None:
     """Send images, as `arrange` returns them, from rank 0 as samples/NAME-STEP.png."""
     if not s.rank.is_first:
         return
@@ -77,7 +76,7 @@ def send_images(s: "State", name: str, grid: Tensor) -> None:
         _send(s, path, f"samples/{quote(name, safe='')}-{s.step:06d}.png")
 
 
-def _send(s: "State", path: Path, place: str) -> None:
+def _send(s: State, path: Path, place: str) -> None:
     if s.outbox is not None:
         s.outbox.file(path, place)
         s.send(ArtifactSaved(trial=s.trial.name, path=place))

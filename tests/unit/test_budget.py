@@ -41,7 +41,7 @@ LARGER_TODAY = {
     "strategies": 668,
     "tasks": 917,
     "tracking": 1_700,
-    "train": 9_179,
+    "train": 9_178,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 170
