@@ -101,10 +101,10 @@ class Spike(Recorded):
     @property
     def sentence(self) -> str:
         """The spike in words, e.g. "gradient synchronization took 310 ms per step in steps 41 to 50, ..."."""
-        why = "the other ranks waited for" if self.is_late else "on all ranks, longest on"
+        wait, why = (" and waiting", "the other ranks waited for") if self.is_late else ("", "on all ranks, longest on")
         steps = f"steps {self.first_step} to" if self.first_step < self.last_step else "step"
         return (
-            f"gradient synchronization took {figure(self.ms, digits=3)} ms per step in {steps} {self.last_step}, "
+            f"gradient synchronization{wait} took {figure(self.ms, digits=3)} ms per step in {steps} {self.last_step}, "
             f"{figure(self.ms / self.median_ms, digits=2)} times its median of {figure(self.median_ms, digits=3)} ms: "
             f"{why} rank {self.rank} on {self.node}"
         )

@@ -22,8 +22,8 @@ from pipeline.train.gauges import CommunicationMeter, Lap
 
 STEPS = 10
 CALM = [(20.0, 22.0)] * 6
-TOOK = "gradient synchronization took {} ms per step in steps {} to {}, {} times its median of {} ms: {}"
-LONGEST = "on all ranks, longest on rank {} on node-{}"
+TOOK = "gradient synchronization{} took {} ms per step in steps {} to {}, {} times its median of {} ms: {}"
+LONGEST, LATE = "on all ranks, longest on rank {} on node-{}", "the other ranks waited for rank 1 on node-b"
 
 
 def told(*intervals: Sequence[float], seconds: float = 2.0) -> tuple[Communication | None, list[str]]:
@@ -39,11 +39,11 @@ def told(*intervals: Sequence[float], seconds: float = 2.0) -> tuple[Communicati
 @pytest.mark.parametrize(
     ("intervals", "spikes", "messages"),
     [
-        ((*CALM, (180.0, 200.0)), 1, [TOOK.format(180, 61, 70, 9, 20, LONGEST.format(1, "b"))]),
-        ((*CALM, (300.0, 21.0)), 1, [TOOK.format(300, 61, 70, 14, 22, "the other ranks waited for rank 1 on node-b")]),
+        ((*CALM, (180.0, 200.0)), 1, [TOOK.format("", 180, 61, 70, 9, 20, LONGEST.format(1, "b"))]),
+        ((*CALM, (300.0, 21.0)), 1, [TOOK.format(" and waiting", 300, 61, 70, 14, 22, LATE)]),
         ((*CALM, (55.0, 60.0)), 0, []),
         ((*CALM, (80.0, 80.0)), 1, []),  # 0.6 s: in the report only
-        ((*CALM, *[(80.0, 80.0)] * 2), 2, [TOOK.format(80, 71, 80, 4, 20, LONGEST.format(0, "a"))]),
+        ((*CALM, *[(80.0, 80.0)] * 2), 2, [TOOK.format("", 80, 71, 80, 4, 20, LONGEST.format(0, "a"))]),
         (((1.0, 1.0), (1.0, 1.0), (900.0, 900.0)), 0, []),
     ],
     ids=["a slow link", "a late rank", "short", "costs little", "adds up", "the first intervals are not judged"],
