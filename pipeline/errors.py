@@ -8,18 +8,15 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
-MOST_PROBLEMS = 100
-"""Limit on the problems that are shown of one file; a file with more is probably not an experiment."""
+MOST_PROBLEMS = 100  # Limit on the problems that are shown of one file; a file with more is probably not an experiment
 
 
 class Problem(NamedTuple):
     """Problem in an experiment file."""
 
-    key: str
-    """Dotted key in the experiment, e.g. "train.epochs"; empty for the file as a whole."""
+    key: str  # Dotted key in the experiment, e.g. "train.epochs"; empty for the file as a whole.
     message: str
-    place: str = ""
-    """Place, "file:line" or the override on the command line; `experiment.load` fills it in."""
+    place: str = ""  # Place, "file:line" or the override on the command line; `experiment.load` fills it in
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.place, self.key, self.message) if part)

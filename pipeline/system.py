@@ -22,10 +22,8 @@ import psutil
 
 from pipeline.wording import listed
 
-PACKAGE = Path(__file__).parent
-"""Folder of this package."""
-SAME_S = 2.0
-"""SIGTERMs within this time count as one: a batch system signals every process, and launchers pass it on."""
+PACKAGE = Path(__file__).parent  # Folder of this package
+SAME_S = 2.0  # SIGTERMs within this time count as one: a batch system signals every process, and launchers pass it on
 LEFTOVERS_S = 5.0
 """Seconds for which Python waits for threads and processes of user code: one of them may still write a file."""
 _OPEN_FILES = 2**16
@@ -308,8 +306,7 @@ class MemoryLimit(NamedTuple):
     """Limit of a control group, in bytes."""
 
     total: int
-    free: int
-    """Memory that processes of the group can still use before the kernel kills one, or all of them."""
+    free: int  # Memory that processes of the group can still use before the kernel kills one, or all of them
 
 
 def find_memory_limits() -> list[MemoryLimit]:

@@ -43,14 +43,11 @@ from pipeline.train.run import check_batch, train
 from pipeline.train.watch import Watchdog, mark_failure
 
 _log = logging.getLogger(__name__)
-INTERVAL_S = 5.0
-"""Seconds between two samples of a node's load."""
-_REQUEST_S = 1.0
-"""Seconds after SIGTERM within which the driver's stop request must arrive; else the worker ends."""
+INTERVAL_S = 5.0  # Seconds between two samples of a node's load
+_REQUEST_S = 1.0  # Seconds after SIGTERM within which the driver's stop request must arrive; else the worker ends
 _NCCL_LATER_S = 60.0
 """Seconds that NCCL's timeout is longer than the hang detector's: at its end NCCL kills the process with SIGABRT."""
-_ABORT_S = 10.0
-"""Seconds for an abort, and for what waits for it to end, after which the process ends."""
+_ABORT_S = 10.0  # Seconds for an abort, and for what waits for it to end, after which the process ends
 
 
 class WorkerFailed(Exception):

@@ -57,23 +57,17 @@ class Environment:
     """Result of the tests in one environment."""
 
     date: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of Python and this project's dependencies."""
-    tests: Mapping[str, str] = field(default_factory=dict)
-    """Counts, such as "9 passed", by folder or file."""
-    failed: tuple[str, ...] = ()
-    """Names of the tests that failed."""
-    not_run: str = ""
-    """Reason why there is no such environment."""
+    versions: Mapping[str, str] = field(default_factory=dict)  # Versions of Python and this project's dependencies
+    tests: Mapping[str, str] = field(default_factory=dict)  # Counts, such as "9 passed", by folder or file
+    failed: tuple[str, ...] = ()  # Names of the tests that failed
+    not_run: str = ""  # Reason why there is no such environment
 
 
 class Lines(NamedTuple):
     """Lines of docs/status.md about one environment."""
 
-    row: str
-    """Row of the table of results."""
-    failed: Sequence[str] = ()
-    """Items of the list of failed tests."""
+    row: str  # Row of the table of results
+    failed: Sequence[str] = ()  # Items of the list of failed tests
 
 
 class Cell(NamedTuple):
@@ -82,10 +76,8 @@ class Cell(NamedTuple):
     about: str
     resolution: str = "highest"
     """Resolution of uv; "lowest-direct" takes the next version above a lower end that another package excludes."""
-    torch: str = f"torch=={PINS['torch']}"
-    """Requirement that pip installs first, so that it chooses the build."""
-    python: str = ""
-    """Release of Python; default: that of this script."""
+    torch: str = f"torch=={PINS['torch']}"  # Requirement that pip installs first, so that it chooses the build
+    python: str = ""  # Release of Python; default: that of this script
     is_pinned: bool = False
 
 

@@ -44,18 +44,12 @@ class Request(Frozen):
 
     strategies: tuple[str, ...] = ()
     workers: tuple[int, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    """Batch sizes of a device, to measure the file's configuration with."""
-    vary: tuple[tuple[str, ...], ...] = ()
-    """Overrides of each variant."""
-    repeats: int = 3
-    """Number of measurements of each configuration, alternating with the others."""
-    profile: bool = False
-    """True to record a trace of each configuration's first measurement."""
-    predict: tuple[int, ...] = ()
-    """Numbers of workers to predict."""
-    network: Link | None = None
-    """Network between predicted workers; None to measure it between workers of this run."""
+    batch_sizes: tuple[int, ...] = ()  # Batch sizes of a device, to measure the file's configuration with
+    vary: tuple[tuple[str, ...], ...] = ()  # Overrides of each variant
+    repeats: int = 3  # Number of measurements of each configuration, alternating with the others
+    profile: bool = False  # True to record a trace of each configuration's first measurement
+    predict: tuple[int, ...] = ()  # Numbers of workers to predict
+    network: Link | None = None  # Network between predicted workers; None to measure it between workers of this run
 
 
 class _Wanted(NamedTuple):
@@ -64,16 +58,14 @@ class _Wanted(NamedTuple):
     strategy: str
     workers: int
     varied: tuple[str, ...] = ()
-    size: int | None = None
-    """Batch size of a device; None for the file's."""
+    size: int | None = None  # Batch size of a device; None for the file's
 
 
 class Cell(NamedTuple):
     """A configuration: the trial that measures it, or the reason why it can't run here."""
 
     name: str
-    label: str
-    """Name in tables."""
+    label: str  # Name in tables
     trial: Trial | None = None
     reason: str = ""
 
@@ -81,14 +73,10 @@ class Cell(NamedTuple):
 class Matrix(NamedTuple):
     """Configurations and trials of a benchmark."""
 
-    cells: Sequence[Cell]
-    """Configurations in the order of the request, the baseline first."""
-    declared: str
-    """Name of the file's own configuration; empty if it is not measured."""
-    alone: str
-    """Name of the one worker that predictions are made from; empty without predictions."""
-    plan: Plan
-    """Trials of the configurations that can run and of the reference, once each, then once each again."""
+    cells: Sequence[Cell]  # Configurations in the order of the request, the baseline first
+    declared: str  # Name of the file's own configuration; empty if it is not measured
+    alone: str  # Name of the one worker that predictions are made from; empty without predictions
+    plan: Plan  # Trials of the configurations that can run and of the reference, once each, then once each again
 
 
 def benchmark(

@@ -36,8 +36,7 @@ from pipeline.results.record import Result, Table
 from pipeline.system import kill_tree
 from pipeline.wording import approximate, counted, did_you_mean
 
-COMPARISON = "comparison"
-"""Tag of a comparison: what it compares."""
+COMPARISON = "comparison"  # Tag of a comparison: what it compares
 TURN = "trained_in_turn"
 """Tag of trainings that had the machine to themselves: the comparison for which they ran one after the other."""
 _CORES = "parallel.cpus_per_worker"
@@ -53,14 +52,10 @@ def identify(experiment: Experiment) -> dict[str, str]:
 class Origin(NamedTuple):
     """Code and packages that a run must share with one of now to count as the same, besides experiment and hardware."""
 
-    commit: str
-    """Commit of the user's code; empty without git."""
-    is_clean: bool
-    """True if all of it is in that commit."""
-    changed_at: float
-    """Time of the newest change of a Python file, for code that is in no commit."""
-    packages: str
-    """Text of environment.txt: Python, platform and installed packages."""
+    commit: str  # Commit of the user's code; empty without git
+    is_clean: bool  # True if all of it is in that commit
+    changed_at: float  # Time of the newest change of a Python file, for code that is in no commit
+    packages: str  # Text of environment.txt: Python, platform and installed packages
 
     @classmethod
     def now(cls) -> "Origin":
@@ -85,12 +80,9 @@ class Origin(NamedTuple):
 class Same(NamedTuple):
     """Runs of an experiment that are there."""
 
-    complete: Mapping[int, Path]
-    """Newest completed one by seed."""
-    stopped: Mapping[int, Path]
-    """Newest one that was interrupted, of seeds of which none is complete."""
-    others: int
-    """Completed ones that don't count: of other code, packages or hardware."""
+    complete: Mapping[int, Path]  # Newest completed one by seed
+    stopped: Mapping[int, Path]  # Newest one that was interrupted, of seeds of which none is complete
+    others: int  # Completed ones that don't count: of other code, packages or hardware
 
 
 def find_same(file: ExperimentFile, origin: Origin, *, hardware: str, turn: str, seeds: Sequence[int]) -> Same:
@@ -136,8 +128,7 @@ class _Planned(NamedTuple):
     description: str
     file: ExperimentFile
     plan: Plan
-    cores: int | None
-    """Cores of a worker, if several trainings share the machine."""
+    cores: int | None  # Cores of a worker, if several trainings share the machine
 
     @property
     def hardware(self) -> str:
@@ -149,8 +140,7 @@ class _Todo(NamedTuple):
 
     variant: _Planned
     seed: int
-    stopped: Path | None
-    """Run to resume."""
+    stopped: Path | None  # Run to resume
 
     @property
     def title(self) -> str:
@@ -164,8 +154,7 @@ class Comparison(NamedTuple):
     question: Question
     seeds: tuple[int, ...]
     concurrent: int
-    key: str
-    """Hash of what is compared."""
+    key: str  # Hash of what is compared
 
     def find(self) -> list[Same]:
         """Find the runs that are there, of each variant."""

@@ -52,16 +52,11 @@ _MOST_SENTENCES = 3
 class Question(Frozen):
     """Metric, margin and target by which variants are compared."""
 
-    metric: str | None = None
-    """Name of the metric; None for ``checkpoint.best``, or else a validation metric."""
-    mode: Direction | None = None
-    """Direction in which it improves; None if it is known."""
-    margin: float | None = None
-    """Difference up to which variants count as equal, in points for a rate."""
-    is_timed: bool = False
-    """True to compare how soon they reach a target."""
-    target: float | None = None
-    """The target; None for a value that all trainings reach."""
+    metric: str | None = None  # Name of the metric; None for ``checkpoint.best``, or else a validation metric
+    mode: Direction | None = None  # Direction in which it improves; None if it is known
+    margin: float | None = None  # Difference up to which variants count as equal, in points for a rate
+    is_timed: bool = False  # True to compare how soon they reach a target
+    target: float | None = None  # The target; None for a value that all trainings reach
 
 
 class SeededRun(NamedTuple):
@@ -69,10 +64,8 @@ class SeededRun(NamedTuple):
 
     run: RunSummary
     opened: RunOpened
-    metrics: Mapping[str, float]
-    """Values at its end, or at its best step; empty if it did not complete."""
-    data: str
-    """Digest of its data; empty if it never started."""
+    metrics: Mapping[str, float]  # Values at its end, or at its best step; empty if it did not complete
+    data: str  # Digest of its data; empty if it never started
 
     @property
     def seed(self) -> int:
@@ -105,12 +98,9 @@ class SeededRun(NamedTuple):
 class Variant(NamedTuple):
     """Trainings that differ in their seed only."""
 
-    name: str
-    """A for the first one, and so on."""
-    description: str
-    """File or settings; the run if it is a single recorded one."""
-    runs: Mapping[int, SeededRun]
-    """By seed."""
+    name: str  # A for the first one, and so on
+    description: str  # File or settings; the run if it is a single recorded one
+    runs: Mapping[int, SeededRun]  # By seed
 
     @property
     def first(self) -> SeededRun:
@@ -208,12 +198,9 @@ def choose_metric(
 class Pairs(NamedTuple):
     """Pairs of two variants."""
 
-    values: Mapping[int, tuple[float, float]]
-    """Values of a metric, by seed."""
-    apart: float | None
-    """Largest share by which a loss or a value differs within a pair; None if losses are not known."""
-    notes: tuple[str, ...]
-    """Notes on pairs that do not count, and on different data."""
+    values: Mapping[int, tuple[float, float]]  # Values of a metric, by seed
+    apart: float | None  # Largest share by which a loss or a value differs within a pair; None if losses are not known
+    notes: tuple[str, ...]  # Notes on pairs that do not count, and on different data
 
 
 def pair(first: Variant, second: Variant, *, metric: str) -> Pairs:

@@ -53,21 +53,16 @@ _WRONG_NAME = "Invalid Host"
 class CheckResult(Frozen):
     """The result of one check: its status, the measured values, and a fix."""
 
-    subject: str
-    """Subject in one or two words, e.g. "shared memory"."""
-    status: Status
-    """ok; warning: a run would start, with a drawback; problem: a run would fail."""
-    what: str
-    """The finding, with the measured values."""
-    fix: str = ""
-    """A command or an action that fixes it; empty if nothing has to be fixed."""
+    subject: str  # Subject in one or two words, e.g. "shared memory".
+    status: Status  # ok; warning: a run would start, with a drawback; problem: a run would fail
+    what: str  # The finding, with the measured values
+    fix: str = ""  # A command or an action that fixes it; empty if nothing has to be fixed
 
 
 class Examination(Frozen):
     """Facts about this machine or a cluster, and the results of all checks."""
 
-    address: str | None
-    """Address of the Ray cluster, or None for this machine."""
+    address: str | None  # Address of the Ray cluster, or None for this machine
     nodes: tuple[NodeFacts, ...]
     findings: tuple[CheckResult, ...]
 

@@ -41,8 +41,7 @@ from pipeline.wording import counted, format_parallel
 
 _CELL = re.compile(r"(.*)_true_(\d+)_predicted_(\d+)\Z")
 _CLASS = re.compile(r"(.*)_(\d+)\Z")
-_MOST_CLASSES = 10
-"""Classes of the largest table that a screen has room for."""
+_MOST_CLASSES = 10  # Classes of the largest table that a screen has room for
 
 
 class SplitName(StrEnum):

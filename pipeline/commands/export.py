@@ -81,25 +81,18 @@ model.eval()
 """
 
 
-_FOR_ONNX = ("onnx", "onnxscript")
-"""Packages that ONNX needs in addition to this project's."""
+_FOR_ONNX = ("onnx", "onnxscript")  # Packages that ONNX needs in addition to this project's
 
 
 class Weights(Frozen):
     """Origin of exported weights."""
 
-    step: int
-    """Optimizer steps of the weights."""
-    epoch: int
-    """Epoch of this step, counted from 1."""
-    best: str = ""
-    """Metric whose best value they have, if they were chosen for that; otherwise empty."""
-    metrics: Mapping[str, float] = {}
-    """Known metrics of these weights by reported name."""
-    note: str = ""
-    """Note that the training ended later, if the last weights were meant; otherwise empty."""
-    data_change: str = ""
-    """Change since the training of the data that the example inputs are from; empty without one."""
+    step: int  # Optimizer steps of the weights
+    epoch: int  # Epoch of this step, counted from 1
+    best: str = ""  # Metric whose best value they have, if they were chosen for that; otherwise empty
+    metrics: Mapping[str, float] = {}  # Known metrics of these weights by reported name
+    note: str = ""  # Note that the training ended later, if the last weights were meant; otherwise empty
+    data_change: str = ""  # Change since the training of the data that the example inputs are from; empty without one
 
     def __str__(self) -> str:
         best = f", the best {self.best}" if self.best else ""
@@ -109,28 +102,22 @@ class Weights(Frozen):
 class Inputs(Frozen):
     """Inputs of an exported model."""
 
-    shape: tuple[int | None, ...]
-    """Shape of a batch; None is a dimension of any size, the first one."""
+    shape: tuple[int | None, ...]  # Shape of a batch; None is a dimension of any size, the first one
     dtype: str
 
 
 class Exported(Frozen):
     """Description of an exported model: ``model.json``, and the result of the command."""
 
-    run: str
-    """Id of the run."""
+    run: str  # Id of the run
     experiment: str
     weights: Weights
     inputs: Inputs | Mapping[str, Inputs] | None
     """Inputs of the model, by name if they have names; None if they are no tensors."""
-    precision: str
-    """``train.precision`` of the training."""
-    model: Mapping[str, Any]
-    """Component that builds the model, as in the experiment."""
-    torch: str
-    """Version of torch that wrote it."""
-    no_program: str = ""
-    """Reason why there is no program; empty if there is one."""
+    precision: str  # ``train.precision`` of the training
+    model: Mapping[str, Any]  # Component that builds the model, as in the experiment
+    torch: str  # Version of torch that wrote it
+    no_program: str = ""  # Reason why there is no program; empty if there is one
 
 
 def export(

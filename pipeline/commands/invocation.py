@@ -43,13 +43,11 @@ from pipeline.system import begin_stage, uncollected
 from pipeline.tracking import loggers
 from pipeline.tracking.store import TrackingOutcome, is_server, places_of, resolve_uri, run_page, ui_address
 
-TABLE_NAME = "speedup_table.json"
-"""Table of a result's facts in MLflow's format."""
+TABLE_NAME = "speedup_table.json"  # Table of a result's facts in MLflow's format
 _RUNS, _STORE = Path("runs"), "sqlite:///mlflow.db"
 """Folder in which commands look for runs by their name, and store that ``pipeline ui`` opens, by default."""
 _MOST_CURVES = 10
-_OF_STEPS = ("train/", "validation/", "test/")
-"""Beginnings of the metrics that a training has logged itself."""
+_OF_STEPS = ("train/", "validation/", "test/")  # Beginnings of the metrics that a training has logged itself
 _PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 _log = logging.getLogger(__name__)
 
@@ -98,10 +96,8 @@ class Invocation:
     file: ExperimentFile
     plan: Plan
     recorder: Recorder
-    terminal: Terminal
-    """Console for progress, warnings and the report."""
-    verbose: bool
-    """True if the workers' output is passed through to the terminal."""
+    terminal: Terminal  # Console for progress, warnings and the report
+    verbose: bool  # True if the workers' output is passed through to the terminal
     _initial: Weights | None
     _results: _Results
     _clock: WallClock

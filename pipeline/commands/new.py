@@ -26,8 +26,7 @@ class Created(NamedTuple):
 
     folder: Path
     next_commands: str
-    warning: str
-    """Reason why there is no first commit, or empty."""
+    warning: str  # Reason why there is no first commit, or empty
 
 
 def new(

@@ -84,8 +84,7 @@ RunArgument = Annotated[
 Directory = Annotated[
     Path, typer.Option("--directory", metavar="FOLDER", help="Folder with the runs (tracking.directory).")
 ]
-RUNS = Path("runs")
-"""Default of ``--directory``."""
+RUNS = Path("runs")  # Default of ``--directory``
 CheckpointOption = Annotated[
     str | None,
     typer.Option(

@@ -54,8 +54,7 @@ RECORD_NAME, OUTPUT_NAME = "trial.json", "output.txt"
 LOOK_S, AFTER_GRACE_S = 0.1, 15.0
 """Seconds between two looks, and beyond ``parallel.grace_s`` that a trial has to send the rest of its results."""
 State = Literal["completed", "stopped early", "failed", "interrupted", "running", "not started"]
-ENDED: tuple[State, ...] = ("completed", "stopped early")
-"""States of trials that are not trained again."""
+ENDED: tuple[State, ...] = ("completed", "stopped early")  # States of trials that are not trained again
 
 
 class Record(Frozen):

@@ -120,8 +120,7 @@ def _read(name: str, **options: Any) -> np.ndarray[Any, Any]:
     return np.loadtxt(Path(package.origin).parent / "datasets" / "data" / name, delimiter=",", **options)
 
 
-VOCABULARY_SIZE: Final = 128
-"""Number of ASCII codes, which are the tokens; other characters become "?"."""
+VOCABULARY_SIZE: Final = 128  # Number of ASCII codes, which are the tokens; other characters become "?"
 
 
 def characters(

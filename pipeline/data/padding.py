@@ -17,17 +17,14 @@ from pipeline.errors import ExperimentError
 from pipeline.experiment.targets import needs
 from pipeline.wording import counted, did_you_mean
 
-_SHOWN = 200
-"""Characters of a row in an error message."""
+_SHOWN = 200  # Characters of a row in an error message
 
 
 class CsvRow(NamedTuple):
     """A row of a CSV file."""
 
-    line: int
-    """Line in which it starts, counted from 1."""
-    fields: dict[str, str]
-    """Fields by column."""
+    line: int  # Line in which it starts, counted from 1
+    fields: dict[str, str]  # Fields by column
 
 
 def read_csv(path: str | Path, columns: Iterable[str] = ()) -> list[CsvRow]:
@@ -74,8 +71,7 @@ def read_csv(path: str | Path, columns: Iterable[str] = ()) -> list[CsvRow]:
     return [CsvRow(line, dict(zip(names, fields, strict=True))) for line, fields in rows]
 
 
-IGNORED = -100
-"""Label of padding, which losses ignore."""
+IGNORED = -100  # Label of padding, which losses ignore
 Batch = dict[str, Tensor]
 Sample = dict[str, Any]
 

@@ -13,10 +13,8 @@ from torch.utils.data import Subset
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.progress import ProgressReporter
 
-Indices = npt.NDArray[np.int64]
-"""Indices of samples, shape (samples,)."""
-Numbers = npt.NDArray[Any]
-"""A number for each sample, shape (samples,)."""
+Indices = npt.NDArray[np.int64]  # Indices of samples, shape (samples,)
+Numbers = npt.NDArray[Any]  # A number for each sample, shape (samples,)
 _Field = Literal["targets", "lengths"]
 _POOL = 50
 """Batches whose samples are sorted together by length: enough that they are alike, few enough to differ each epoch."""

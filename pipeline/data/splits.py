@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from pipeline.errors import ExperimentError
 
-Pairs = Dataset[tuple[Tensor, ...]]
-"""A map-style dataset of (input, target)."""
+Pairs = Dataset[tuple[Tensor, ...]]  # A map-style dataset of (input, target)
 
 
 class Splits(NamedTuple):
@@ -21,8 +20,7 @@ class Splits(NamedTuple):
     """
 
     train: Pairs
-    validation: Pairs | None
-    """None trains without evaluation."""
+    validation: Pairs | None  # None trains without evaluation
 
 
 class Table(Dataset[tuple[Tensor, ...]]):

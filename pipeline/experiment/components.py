@@ -36,8 +36,7 @@ _CALLED_LATER = {
     "loader": "write a function that returns it",
 }
 """Sections whose component returns a function that is called later, and what to write for the function itself."""
-_WEIGHTS = ("weight", "pos_weight")
-"""Arguments of losses that are tensors, for which a file has lists."""
+_WEIGHTS = ("weight", "pos_weight")  # Arguments of losses that are tensors, for which a file has lists
 _LIST = re.compile(r"\b(list|List|tuple|Tuple|Sequence|Iterable|Collection)\b")
 _NUMERIC = re.compile(r"\b(int|float|bool)\b")
 _OTHER = re.compile(r"\b(dict|Dict|Mapping|set|Callable|str|Any|object|Literal|Path|PathLike|Enum)\b")
@@ -49,8 +48,7 @@ class Checked(NamedTuple):
     """Problems of the components of an experiment, also of nested ones, before any is called."""
 
     problems: list[Problem]
-    rejected: list[Problem]
-    """The problems that are components which are not allowed or not found."""
+    rejected: list[Problem]  # The problems that are components which are not allowed or not found
 
 
 class _Found(NamedTuple):

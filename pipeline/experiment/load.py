@@ -30,13 +30,10 @@ from pipeline.wording import counted, listed, nearest
 
 _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
-_USUAL = "experiments"
-"""Folder of a project that has its experiments."""
+_USUAL = "experiments"  # Folder of a project that has its experiments
 _MOST_BYTES = 2**20
-_REPLACED = "benchmark.baseline"
-"""A section that is a single choice, not several settings."""
-_SWEPT = ("sweep", "parameters")
-"""Section whose names are dotted keys themselves."""
+_REPLACED = "benchmark.baseline"  # A section that is a single choice, not several settings
+_SWEPT = ("sweep", "parameters")  # Section whose names are dotted keys themselves
 _COMMAND_LINE = "command line: "
 _LONGEST = 200  # characters of an override in a message
 
@@ -44,8 +41,7 @@ _LONGEST = 200  # characters of an override in a message
 class Line(NamedTuple):
     """Line of a file, counted from 1."""
 
-    file: str
-    """Path of the file, as the user wrote it."""
+    file: str  # Path of the file, as the user wrote it
     number: int
 
     def __str__(self) -> str:
@@ -56,8 +52,7 @@ class Line(NamedTuple):
 class Places:
     """Origin of each key: its line in a file, or the override that set it."""
 
-    name: str
-    """Path of the file, as the user wrote it."""
+    name: str  # Path of the file, as the user wrote it
     entries: Mapping[str, Line | str]
 
     def locate(self, key: str) -> str:
@@ -86,12 +81,9 @@ class Source:
     """Values of a file before overrides are applied and ``${...}`` is resolved."""
 
     tree: dict[str, Any]
-    entries: dict[str, Line | str] = field(default_factory=dict)
-    """Line of each key."""
-    bases: tuple[Path, ...] = ()
-    """Files that it extends, the nearest first."""
-    problems: tuple[Problem, ...] = ()
-    """Values that YAML can't read as they were meant."""
+    entries: dict[str, Line | str] = field(default_factory=dict)  # Line of each key
+    bases: tuple[Path, ...] = ()  # Files that it extends, the nearest first
+    problems: tuple[Problem, ...] = ()  # Values that YAML can't read as they were meant
 
 
 @dataclass(frozen=True)
@@ -103,8 +95,7 @@ class ExperimentFile:
     places: Places
     tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Values of the file and its overrides, before ``${...}`` is resolved; may hold secrets."""
-    bases: tuple[Path, ...] = ()
-    """Files that it extends, the nearest first."""
+    bases: tuple[Path, ...] = ()  # Files that it extends, the nearest first
 
     @property
     def source(self) -> str:

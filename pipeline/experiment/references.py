@@ -48,8 +48,7 @@ _SHORTEST, _COMMON = 4, ("true", "false", "none", "null")
 _LONGEST = 200  # characters of OmegaConf's message, which repeats the value
 _DEEPEST = 60  # sections, of which a section that refers to itself has no end
 
-_built_with: dict[str, str] = {}
-"""References by the values that components of this process received."""
+_built_with: dict[str, str] = {}  # References by the values that components of this process received
 
 
 def is_secret(name: str) -> bool:

@@ -22,8 +22,7 @@ _NOT_A_FOLDER = re.compile(r"(?<![^/])(\.{0,2})(?![^/])")
 _MLFLOW_LENGTH = 250
 _MOST_VALUES = 4
 _INDEX = re.compile(r"(_true|_predicted)?_\d+\Z")
-_PLACE = re.compile(r"(_true_\d+_predicted)?_\d+\Z")
-"""Place of a value among those of a class or of a matrix."""
+_PLACE = re.compile(r"(_true_\d+_predicted)?_\d+\Z")  # Place of a value among those of a class or of a matrix
 
 
 def source_of(reported: str, metrics: Container[str]) -> str | None:

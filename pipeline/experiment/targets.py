@@ -49,8 +49,7 @@ _RUN_CODE = (
 _NEEDS = "_pipeline_needs"
 _FILE = "pyproject.toml"
 
-_importing: list[str] = []
-"""Modules of components that are being imported."""
+_importing: list[str] = []  # Modules of components that are being imported
 
 
 def allowed_packages(start: Path | None = None) -> tuple[str, ...]:

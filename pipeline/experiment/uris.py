@@ -18,8 +18,7 @@ _CREDENTIALS = re.compile(
 )
 """User name and password, as SQLAlchemy's ``make_url`` reads them: after a colon, the first slash doesn't end them.
 Except in a database's URI, ``HOST:PORT/`` is what it looks like, so that a path may contain an @."""
-_CLOSING = ")]}>'\"`,.;:"
-"""Characters that belong to the text around a URI."""
+_CLOSING = ")]}>'\"`,.;:"  # Characters that belong to the text around a URI
 _URI = re.compile(rf"(?<![\w+.-])[\w+.-]+://(?:[^\s:/\[]*:(?!\d+[{re.escape(_CLOSING)}]*(?:[/\s]|$))\S[^@\n]*@)?\S*")
 """A URI in a text. Its password may contain spaces, unless it looks like a port."""
 

@@ -56,8 +56,7 @@ class Component(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    target: Annotated[DottedName, Field(alias="_target_")]
-    """Dotted name of a class or function in an allowed package."""
+    target: Annotated[DottedName, Field(alias="_target_")]  # Dotted name of a class or function in an allowed package
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -87,8 +86,7 @@ FilePath = Annotated[Writable, AfterValidator(_expand_home)]
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
-Direction = Literal["min", "max"]
-"""Direction in which a metric improves, in the words of Ray Tune and Optuna."""
+Direction = Literal["min", "max"]  # Direction in which a metric improves, in the words of Ray Tune and Optuna
 Mode = Literal["auto", Direction]
 
 

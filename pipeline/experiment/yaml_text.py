@@ -21,8 +21,7 @@ _TIME = re.compile(r"^[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
 _AMBIGUOUS = re.compile(
     r"[-+]?0[0-7_]+|[-+]?0b[01_]+|[-+.]?[0-9].*_.*|yes|no|on|off|0[0-9]+e[0-9]+|(?=.{5})[0-9]+e[0-9]+", re.IGNORECASE
 )
-_BREAK = re.compile("[\x85\u2028\u2029]")
-"""Characters that end a line in YAML unless they are escaped."""
+_BREAK = re.compile("[\x85\u2028\u2029]")  # Characters that end a line in YAML unless they are escaped
 _KINDS = {_STRING: "a string that UTF-8 can encode", f"{_TAG}int": "an integer of at most 64 bits"} | {
     f"{_TAG}{name}": name for name in ("float", "bool", "null")
 }

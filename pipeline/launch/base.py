@@ -30,10 +30,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
-        self.asked_at = 0.0
-        """Time of the request, in seconds of `time.monotonic`."""
-        self.why: BaseException = Terminated()
-        """Exception that ends the run."""
+        self.asked_at = 0.0  # Time of the request, in seconds of `time.monotonic`
+        self.why: BaseException = Terminated()  # Exception that ends the run
 
     def ask(self, why: BaseException | None = None) -> None:
         """Ask all workers, later ones included; only the first call counts. Safe in a signal handler."""
@@ -83,14 +81,10 @@ def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], b
 class Session:
     """The run that a launcher works for."""
 
-    folder: Path
-    """The run's folder; files of workers go there."""
-    receive: Callable[..., None]
-    """Takes each event, and its line if a worker has sent it; called from any thread."""
-    parallel: Parallel
-    """Placement of the workers."""
-    verbose: bool = False
-    """True if the output of the launcher and the workers goes to the terminal."""
+    folder: Path  # The run's folder; files of workers go there
+    receive: Callable[..., None]  # Takes each event, and its line if a worker has sent it; called from any thread
+    parallel: Parallel  # Placement of the workers
+    verbose: bool = False  # True if the output of the launcher and the workers goes to the terminal
 
     def log_folder(self, trial: Trial) -> Path:
         """Return the absolute folder for the output of a trial's workers; make it if it is missing."""
@@ -105,12 +99,9 @@ class Attempt:
     def __init__(self, trial: Trial, *, session: Session, stop: StopRequest) -> None:
         self.trial = trial.model_copy(update={"folder": str(session.folder.resolve())})
         """The trial as the workers get it."""
-        self.nodes: dict[int, str] = {}
-        """Nodes of the ranks that have come, by rank."""
-        self.ended: set[int] = set()
-        """Ranks that have ended in order, or have reported their failure."""
-        self.lost: set[int] = set()
-        """Ranks whose connection broke before they had ended."""
+        self.nodes: dict[int, str] = {}  # Nodes of the ranks that have come, by rank
+        self.ended: set[int] = set()  # Ranks that have ended in order, or have reported their failure
+        self.lost: set[int] = set()  # Ranks whose connection broke before they had ended
         self.outbox = DirectOutbox(session.folder, self.receive, is_stopping=lambda: stop.asked)
         """Outbox for a worker in this process."""
         self._detector = HangDetector(trial, receive=self.receive)
@@ -184,18 +175,14 @@ class Launcher(ABC):
     ``session.receive`` before `launch` ends, a rank's own error is kept, no process is left behind.
     """
 
-    many_processes: ClassVar[bool] = True
-    """True if it can run more than one worker."""
+    many_processes: ClassVar[bool] = True  # True if it can run more than one worker
 
-    replaces_workers: bool = True
-    """True if it can start a trial's workers again after some were lost."""
+    replaces_workers: bool = True  # True if it can start a trial's workers again after some were lost
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.stop = StopRequest()
-        """Asks the workers of this and all later trials to save a checkpoint and end."""
-        self.held = ExitStack()
-        """Resources shared by all trials, released at the end."""
+        self.stop = StopRequest()  # Asks the workers of this and all later trials to save a checkpoint and end
+        self.held = ExitStack()  # Resources shared by all trials, released at the end
 
     @classmethod
     @contextmanager

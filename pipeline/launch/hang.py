@@ -39,8 +39,7 @@ class HangDetector:
     """Reports a rank that hangs, once, by a `Failed` with its stack; a silent one of another node counts as lost."""
 
     def __init__(self, trial: Trial, *, receive: Callable[[AnyEvent], None]) -> None:
-        self.lost: dict[int, str] = {}
-        """Reasons for which silent ranks of other nodes count as lost, by rank."""
+        self.lost: dict[int, str] = {}  # Reasons for which silent ranks of other nodes count as lost, by rank
         self._trial, self._receive = trial.name, receive
         self._timeout_s = trial.experiment.parallel.timeout_s
         self._silence_s = _SILENCE * min(HEARTBEAT_S, self._timeout_s / 10)

@@ -40,43 +40,31 @@ class Torch(Frozen):
     """Installed version of torch."""
 
     version: str
-    cuda: str | None
-    """CUDA version of the build; None for a CPU build."""
-    nccl: str | None
-    """Version of the NCCL that is installed with it."""
-    cuda_available: bool | None
-    """True if torch can use the GPUs; None: not tried, without GPUs or with a CPU build."""
-    cuda_error: str | None
-    """Reason why torch can't use the GPUs."""
-    cuda_devices: int = 0
-    """GPUs that CUDA shows to a process: CUDA_VISIBLE_DEVICES or MIG may hide some."""
+    cuda: str | None  # CUDA version of the build; None for a CPU build
+    nccl: str | None  # Version of the NCCL that is installed with it
+    cuda_available: bool | None  # True if torch can use the GPUs; None: not tried, without GPUs or with a CPU build
+    cuda_error: str | None  # Reason why torch can't use the GPUs
+    cuda_devices: int = 0  # GPUs that CUDA shows to a process: CUDA_VISIBLE_DEVICES or MIG may hide some
 
 
 class NodeFacts(Frozen):
     """Facts of one node. A version is None if the package is not installed."""
 
     node: str
-    address: str | None = None
-    """Address in the Ray cluster; None for this machine without Ray."""
+    address: str | None = None  # Address in the Ray cluster; None for this machine without Ray
     python: str
     torch: Torch | None
     ray: str | None
     mlflow: str | None
     pipeline: str | None
     gpus: tuple[Gpu, ...]
-    driver: str | None
-    """Version of the NVIDIA driver."""
-    driver_cuda: str | None
-    """Newest CUDA version that the driver supports."""
-    gpu_error: str | None
-    """Error of nvidia-smi."""
-    cpus: int
-    """Cores that a process may use, by its affinity and the container's limit."""
-    memory_mb: int
-    """Memory of the machine, or the container's limit."""
+    driver: str | None  # Version of the NVIDIA driver
+    driver_cuda: str | None  # Newest CUDA version that the driver supports
+    gpu_error: str | None  # Error of nvidia-smi
+    cpus: int  # Cores that a process may use, by its affinity and the container's limit
+    memory_mb: int  # Memory of the machine, or the container's limit
     memory_free_mb: int
-    shared_memory_mb: int | None
-    """Size of /dev/shm; None if it doesn't exist."""
+    shared_memory_mb: int | None  # Size of /dev/shm; None if it doesn't exist
     shared_memory_free_mb: int | None
 
     @property
@@ -176,16 +164,11 @@ class RankFacts(Frozen):
     """Facts about a rank and its machine, as the rank itself finds them."""
 
     rank: int
-    resources: Resources
-    """Resources that this process may use; another rank of the node may use the same."""
-    cores: tuple[int, ...]
-    """Numbers of the cores that it may use, which tell shared from divided cores."""
-    gpus: dict[str, str]
-    """Names of the GPUs that it sees, by UUID."""
-    address: str
-    """Address of the machine that faces rank 0's."""
-    versions: dict[str, str | None]
-    """Versions that all ranks must share, by package."""
+    resources: Resources  # Resources that this process may use; another rank of the node may use the same
+    cores: tuple[int, ...]  # Numbers of the cores that it may use, which tell shared from divided cores
+    gpus: dict[str, str]  # Names of the GPUs that it sees, by UUID
+    address: str  # Address of the machine that faces rank 0's
+    versions: dict[str, str | None]  # Versions that all ranks must share, by package
 
 
 def find_facts(outer: OuterLauncher) -> RankFacts:

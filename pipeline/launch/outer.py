@@ -45,27 +45,21 @@ from pipeline.wording import listed
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_LAUNCHER = "torchrun"
-"""Value of ``parallel.launcher`` for ranks that an outer launcher has started."""
+_LAUNCHER = "torchrun"  # Value of ``parallel.launcher`` for ranks that an outer launcher has started
 _POLL_S, _COMMAND_POLL_S = 0.1, 0.5
-_FAREWELL_S = 5.0
-"""Seconds in which all ranks learn how the run ended."""
+_FAREWELL_S = 5.0  # Seconds in which all ranks learn how the run ended
 _LOSS_S, _LAST_REPORTS_S = 3.0, 10.0
 """Seconds in which other ranks end after one has failed, and in which it becomes known which one they failed for."""
-_KNOWN_S = 0.5
-"""Seconds in which a lost rank is noticed after its launcher has sent SIGTERM because of it."""
+_KNOWN_S = 0.5  # Seconds in which a lost rank is noticed after its launcher has sent SIGTERM because of it
 _DIED = "its process was killed or crashed, or its node is unreachable"
 
 
 class Command(Frozen):
     """Message of rank 0 to the other ranks: a trial to work on, or the end of the run."""
 
-    trial: str = ""
-    """JSON of the trial; empty at the end of the run."""
-    channel: str = ""
-    """Address of the trial's inbox."""
-    gpus: tuple[int | None, ...] = ()
-    """`Rank.gpu` of each rank."""
+    trial: str = ""  # JSON of the trial; empty at the end of the run
+    channel: str = ""  # Address of the trial's inbox
+    gpus: tuple[int | None, ...] = ()  # `Rank.gpu` of each rank
     exit_code: int = 0
 
 
@@ -74,8 +68,7 @@ class Group:
 
     def __init__(self, outer: OuterLauncher, *, timeout_s: float) -> None:
         self.outer, self.node = outer, socket.gethostname()
-        self.number = 0
-        """Number of the next command."""
+        self.number = 0  # Number of the next command
         self._timeout_s, self._host, self._server = timeout_s, outer.host, None
         if outer.is_driver and not outer.has_store:
             from pipeline.worker import open_store

@@ -33,12 +33,10 @@ _CODE = "import gc, sys; gc.disable(); from pipeline.worker import work; work(sy
 _IMPORTED = {"torch", "pipeline", "ray"}
 _POLL_S = 0.05
 _INTERRUPTED_S = 5.0
-_END_S = 30.0
-"""Seconds that workers get to end after SIGINT, and after SIGTERM, before they are killed."""
+_END_S = 30.0  # Seconds that workers get to end after SIGINT, and after SIGTERM, before they are killed
 _LOSS_S = 3.0
 """The same after a failure, when there is nothing to save: a rank that waits for its GPU never reacts to SIGTERM."""
-_waiting: list[Process] = []
-"""Processes that have no job yet."""
+_waiting: list[Process] = []  # Processes that have no job yet
 
 
 class Launcher(base.Launcher):

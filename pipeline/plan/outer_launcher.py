@@ -21,20 +21,15 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class OuterLauncher:
     """The launcher that started this process, and the process's place among the others."""
 
-    name: str
-    """torchrun or srun."""
+    name: str  # torchrun or srun
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    host: str
-    """Name or address of rank 0's machine."""
-    port: int
-    """Port of the rendezvous at rank 0's machine."""
-    has_store: bool = False
-    """True if the launcher itself serves torch's key-value store at the port."""
-    attempt: str = "0"
-    """Number of the launch, which differs between restarts of all ranks that share a store."""
+    host: str  # Name or address of rank 0's machine
+    port: int  # Port of the rendezvous at rank 0's machine
+    has_store: bool = False  # True if the launcher itself serves torch's key-value store at the port
+    attempt: str = "0"  # Number of the launch, which differs between restarts of all ranks that share a store
 
     @property
     def is_driver(self) -> bool:

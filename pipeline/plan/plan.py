@@ -21,8 +21,7 @@ from pipeline.wording import counted
 
 _LENGTHS = ("step_size", "milestones", "T_max", "T_0", "total_iters")
 """Arguments of torch's schedulers that count their advances."""
-_FACTOR = 0.99
-"""Factor of a rate after each step that leaves less than a thousandth of it after 700 steps."""
+_FACTOR = 0.99  # Factor of a rate after each step that leaves less than a thousandth of it after 700 steps
 
 T = TypeVar("T", bound=Trial)
 
@@ -287,15 +286,12 @@ _OF_TRIAL = ("name", "role", "title", "strategy", "launcher", "workers", "device
 class DataSizes(NamedTuple):
     """Numbers of samples, and of steps in an epoch."""
 
-    train_samples: int | None
-    """None for a training set without a length, of which ``train.steps`` is one epoch."""
+    train_samples: int | None  # None for a training set without a length, of which ``train.steps`` is one epoch
     validation_samples: int
     steps_per_epoch: int
     test_samples: int = 0
-    epoch_samples: int | None = None
-    """Samples of an epoch; None: as many as the training set has."""
-    notes: tuple[str, ...] = ()
-    """Promises that the data can't keep, one sentence each."""
+    epoch_samples: int | None = None  # Samples of an epoch; None: as many as the training set has
+    notes: tuple[str, ...] = ()  # Promises that the data can't keep, one sentence each
 
 
 def describe(plan: Plan, sizes: DataSizes) -> str:

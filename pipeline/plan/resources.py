@@ -37,26 +37,21 @@ class Placed(Frozen):
 class Resources(Frozen):
     """Cores, memory and GPUs that workers can be placed on."""
 
-    cpus: int
-    """Cores that this process may use, given its affinity and container limits."""
-    memory_mb: int
-    """Memory of the machine, or the limit of its container."""
-    gpus: tuple[str, ...] = ()
-    """Name of each visible GPU."""
+    cpus: int  # Cores that this process may use, given its affinity and container limits
+    memory_mb: int  # Memory of the machine, or the limit of its container
+    gpus: tuple[str, ...] = ()  # Name of each visible GPU
     threads: int | None = None
     """OMP_NUM_THREADS, if it is set: the most cores of a worker unless ``parallel.cpus_per_worker`` is set."""
     node: str = "localhost"
     processor: str = ""
-    nodes: int = 1
-    """Number of machines whose resources are summed up here."""
+    nodes: int = 1  # Number of machines whose resources are summed up here
     has_compiler: bool = True
     """True if there is a C++ compiler for torch.compile on CPU. Unknown for other machines, which check it later."""
     placed: tuple[Placed, ...] = ()
     """Nodes of the workers that an outer launcher has started; empty: this project places its workers itself."""
     is_divided: bool = False
     """True if each worker may use its own part of a node's cores only, so that no process can use all of them."""
-    is_autoscaled: bool = False
-    """True if a cluster's autoscaler can add nodes."""
+    is_autoscaled: bool = False  # True if a cluster's autoscaler can add nodes
     idle: tuple[Mapping[str, float], ...] = ()
     """Resources of each node of the cluster that no other job occupies, by Ray's names; empty: this machine."""
 

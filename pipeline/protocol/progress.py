@@ -47,8 +47,7 @@ class ProgressReporter:
 
     def __init__(self, what: str, *, total: int | None = None, unit: str = "", silent: bool = False) -> None:
         self._what, self._total, self._unit, self._silent = what, total, unit, silent
-        self.done = 0
-        """Amount of work done."""
+        self.done = 0  # Amount of work done
         self._told_at = time.monotonic()
         self._has_told = False
 

@@ -25,10 +25,8 @@ from pipeline.record.trial_progress import VALIDATION, RunProgress, facts, figur
 from pipeline.system import end_stage, show_stages_on
 from pipeline.wording import approximate, clock, figure
 
-LONGEST = 120
-"""Characters of a plain line."""
-_EVERY_S = 10.0
-"""Seconds between two plain lines."""
+LONGEST = 120  # Characters of a plain line
+_EVERY_S = 10.0  # Seconds between two plain lines
 _INDENT = "  "
 Shown = Started | events.FirstStep | events.Resumed | Metrics | Heartbeat | events.Trained | Advanced
 
@@ -40,8 +38,7 @@ class Console:
         self._stdout, self._warnings = terminal.progress, terminal.warnings
         self._display: _Display | None = None
         self._activity: Advanced | None = None
-        self.run = RunProgress(trials)
-        """State of the command; events of an earlier session can be noted before."""
+        self.run = RunProgress(trials)  # State of the command; events of an earlier session can be noted before
 
     def receive(self, event: AnyEvent) -> None:
         """Show one event; called by one thread at a time."""

@@ -30,10 +30,8 @@ class RunState(Frozen):
     """State of a run, read from its folder."""
 
     folder: Path
-    experiment: Experiment
-    """Experiment as it was run, without the credentials of its tracking store."""
-    opened: RunOpened
-    """First event of the journal."""
+    experiment: Experiment  # Experiment as it was run, without the credentials of its tracking store
+    opened: RunOpened  # First event of the journal
     status: Status | Literal["RUNNING"]
     """RUNNING while a driver writes to the journal; KILLED if its driver died without closing it."""
 

@@ -21,8 +21,7 @@ from pydantic import ValidationError
 from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
 
-FILE_NAME = "events.jsonl"
-"""File name in a run's folder."""
+FILE_NAME = "events.jsonl"  # File name in a run's folder
 BEAT_S, LEASE_S, _LOOK_S = 10.0, 60.0, 0.2
 _PATIENCE_S = 1.0  # of a process that looks who holds a lock, and holds it meanwhile
 
@@ -183,8 +182,7 @@ class Tail:
     def __init__(self, path: Path, *marks: str, offset: int = 0) -> None:
         self._path = path
         self._marks = [f'"{mark}"'.encode() for mark in marks]
-        self.offset = offset
-        """Bytes read so far."""
+        self.offset = offset  # Bytes read so far
 
     def new(self) -> Iterator[AnyEvent]:
         """Yield the events written since the last call."""

@@ -27,8 +27,7 @@ from pipeline.record import loss_file
 from pipeline.record.journal import FILE_NAME, Journal, read
 from pipeline.record.trial_progress import LOSS
 
-TRANSIENT = (Advanced, Heartbeat)
-"""Events for displays only."""
+TRANSIENT = (Advanced, Heartbeat)  # Events for displays only
 
 
 class Subscriber(Protocol):
@@ -51,10 +50,8 @@ class Recorder:
         self.folder = folder
         self.earlier: tuple[Finished, ...] = ()
         """Results of a resumed run's finished trials, the last of each trial and repeat."""
-        self.summary = ""
-        """Summary of the results in Markdown; set by the report."""
-        self.is_resumed = False
-        """True if the journal had events before."""
+        self.summary = ""  # Summary of the results in Markdown; set by the report
+        self.is_resumed = False  # True if the journal had events before
         self._subscribers = list(subscribers)
         self._subjects = set[str]()
         self._guard = threading.Lock()

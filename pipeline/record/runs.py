@@ -29,20 +29,17 @@ from pipeline.record.folder import (
 from pipeline.record.trial_progress import LOSS
 from pipeline.wording import did_you_mean, format_parallel
 
-LATEST = "latest"
-"""Name of the newest run, see `find` and `find_trained`."""
+LATEST = "latest"  # Name of the newest run, see `find` and `find_trained`
 _MOST_NAMED = 5
 _ENDS = {"FAILED": "failed", "KILLED": "was killed", "RUNNING": "is still running"}
-_BEST = "best."
-"""Start of the tags of a sweep that hold values of its best trial."""
+_BEST = "best."  # Start of the tags of a sweep that hold values of its best trial
 
 
 class TrainedRun(NamedTuple):
     """A run whose model is used."""
 
     folder: Path
-    note: str = ""
-    """Note that a newer training has not completed; otherwise empty."""
+    note: str = ""  # Note that a newer training has not completed; otherwise empty
 
 
 class RunSummary(Frozen):
@@ -50,44 +47,32 @@ class RunSummary(Frozen):
 
     model_config = ConfigDict(ser_json_inf_nan="null")  # a loss that diverged
 
-    run: str
-    """Id of the run: the name of its folder, after the sweep's if it is a trial."""
+    run: str  # Id of the run: the name of its folder, after the sweep's if it is a trial
     folder: Path
-    command: str
-    """run, benchmark, compare, sweep or evaluate."""
+    command: str  # run, benchmark, compare, sweep or evaluate
     experiment: str
     status: Status | Literal["RUNNING", "STOPPED"]
     """RUNNING while a driver writes to the journal; KILLED if it died without closing it; STOPPED: a trial, by ASHA."""
-    strategy: str | None
-    """Strategy of a training; None for other commands."""
-    workers: int | None
-    """Planned number of processes (world size) of a training."""
-    speedup: float | None
-    """Speedup, in a benchmark of the configuration with most workers; None if none was measured."""
+    strategy: str | None  # Strategy of a training; None for other commands
+    workers: int | None  # Planned number of processes (world size) of a training
+    speedup: float | None  # Speedup, in a benchmark of the configuration with most workers; None if none was measured
     efficiency: float | None
     speedup_ci_low: float | None = None
     speedup_ci_high: float | None = None
-    speedup_rounds: int = 0
-    """Rounds of measurements behind the interval."""
+    speedup_rounds: int = 0  # Rounds of measurements behind the interval
     samples_per_second: float | None = None
     """Throughput of a training, or of the row that a benchmark's speedup is about."""
-    metric: str = ""
-    """Name of the metric that shows best what was learned; empty if there is none."""
+    metric: str = ""  # Name of the metric that shows best what was learned; empty if there is none
     metrics: Mapping[str, float] = {}
     """Last values of the training's validation metrics, or its last loss without them; the best value of a sweep."""
     is_quick: bool = False
     """True for ``run --quick``: its metrics and its throughput are those of a few steps, so they are left out."""
-    verdict: str = ""
-    """Result in one line, the first of the run's summary; empty without one."""
+    verdict: str = ""  # Result in one line, the first of the run's summary; empty without one
     began: datetime
-    ended: datetime | None
-    """End of the run; None while it is running, or if its driver was killed."""
-    seconds: float | None = None
-    """Time from start to end, interruptions included; None without an end."""
-    message: str = ""
-    """Why the run ended, unless it finished."""
-    sweep: str = ""
-    """Id of the sweep; empty unless the run is a trial."""
+    ended: datetime | None  # End of the run; None while it is running, or if its driver was killed
+    seconds: float | None = None  # Time from start to end, interruptions included; None without an end
+    message: str = ""  # Why the run ended, unless it finished
+    sweep: str = ""  # Id of the sweep; empty unless the run is a trial
 
     @property
     def what(self) -> str:

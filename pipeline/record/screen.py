@@ -13,8 +13,7 @@ from typing_extensions import override
 from pipeline.system import redirect_to_null
 
 _ADDRESS = r"https?://\S+"
-_LABEL = re.compile(r"[A-Z]{3,}(?=  )")
-"""Label at the beginning of a screen's line, e.g. RESULT."""
+_LABEL = re.compile(r"[A-Z]{3,}(?=  )")  # Label at the beginning of a screen's line, e.g. RESULT.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters but tabs and ends of lines: in a foreign text, such as an exception's, they steer the terminal."""
 
@@ -39,12 +38,9 @@ class OptionalConsole(Console):
 class Terminal(NamedTuple):
     """Consoles of a command by kind of output."""
 
-    progress: Console
-    """Progress; silent with ``--quiet``."""
-    result: Console
-    """Results for people; not on standard output with ``--json``."""
-    warnings: Console
-    """Warnings; never silent."""
+    progress: Console  # Progress; silent with ``--quiet``
+    result: Console  # Results for people; not on standard output with ``--json``
+    warnings: Console  # Warnings; never silent
 
     @classmethod
     def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":

@@ -39,12 +39,9 @@ class TrialProgress:
     def __init__(
         self, directions: Mapping[str, Direction] | None = None, best: dict[str, tuple[float, int]] | None = None
     ) -> None:
-        self.started: Started | None = None
-        """Sizes of the trial; None until rank 0 has built it."""
-        self.step = 0
-        """Optimizer steps done."""
-        self.values: dict[str, float] = {}
-        """Latest value of each metric."""
+        self.started: Started | None = None  # Sizes of the trial; None until rank 0 has built it
+        self.step = 0  # Optimizer steps done
+        self.values: dict[str, float] = {}  # Latest value of each metric
         self._directions = directions or {}
         self._best = {} if best is None else best  # with the epoch, also of earlier attempts
         self._current = 0  # step under way, counted from 1
@@ -151,12 +148,9 @@ class RunProgress:
     """State of a command, updated by each event of all its sessions; ``trials``: all that are measured, if known."""
 
     def __init__(self, trials: Sequence[Trial] = ()) -> None:
-        self.opened: RunOpened | None = None
-        """Last start of the command."""
-        self.trial: TrialOpened | None = None
-        """Last launch of a trial."""
-        self.progress = TrialProgress()
-        """State of this trial."""
+        self.opened: RunOpened | None = None  # Last start of the command
+        self.trial: TrialOpened | None = None  # Last launch of a trial
+        self.progress = TrialProgress()  # State of this trial
         self._planned: Mapping[str, Trial] = {trial.name: trial for trial in trials}
         compared = chain.from_iterable(trial.compared_with for trial in trials if isinstance(trial, Training))
         self._compared = {trial.name for trial in compared}

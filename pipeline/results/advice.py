@@ -19,8 +19,7 @@ from pipeline.results.speedup import Row, is_wide
 from pipeline.results.statements import compare
 from pipeline.wording import counted, figure
 
-WORTH = 1.05
-"""Smallest ratio of throughputs that is worth a change, even if a smaller one exceeds the noise."""
+WORTH = 1.05  # Smallest ratio of throughputs that is worth a change, even if a smaller one exceeds the noise
 EXPOSED, SLOW_EXPOSED = 0.2, 0.25
 """Fractions of a step in exposed communication that are worth a larger batch, and sending fewer bits."""
 SLOW_GBIT, FEWEST_MB = 10.0, 1.0
@@ -34,8 +33,7 @@ STRAGGLES = 1.25
 
 
 class _Finding(NamedTuple):
-    gain: float
-    """Estimated fraction of a step that the change saves."""
+    gain: float  # Estimated fraction of a step that the change saves
     advice: Advice
 
 

@@ -24,8 +24,7 @@ from pipeline.results.record import Advice, Fact, Result
 from pipeline.results.speedup import Row, facts_of, find_main, is_wide, name_configuration
 from pipeline.wording import counted, figure, join_names
 
-_MANY_REPEATS = 10
-"""Repeats that a wide interval is to be measured with."""
+_MANY_REPEATS = 10  # Repeats that a wide interval is to be measured with
 
 
 def result_of_benchmark(

@@ -19,14 +19,11 @@ PARTS: Mapping[str, str] = {
 """The parts in words, by their keys, in the order of a step."""
 _LOST = {"compute_ms": "compute", "exposed_communication_ms": "exposed", "data_wait_ms": "data", "rest_ms": "rest"}
 _HEADS = {"exposed_communication_ms": "exposed comm."}
-_LEAST_NOISE = 0.1
-"""Best accuracy at which the parts can be measured, relative to the step."""
+_LEAST_NOISE = 0.1  # Best accuracy at which the parts can be measured, relative to the step
 _MOST_NOISE = 0.25
 """Fraction of a step that its parts may miss or exceed; beyond it they say nothing, however noisy they are."""
-_EXPLAINED = 0.6
-"""Fraction of the lost time from which the parts that are named explain it."""
-UNEVEN = 1.1
-"""Factor from which the times of ranks count as different."""
+_EXPLAINED = 0.6  # Fraction of the lost time from which the parts that are named explain it
+UNEVEN = 1.1  # Factor from which the times of ranks count as different
 
 
 class Straggler(NamedTuple):
@@ -34,10 +31,8 @@ class Straggler(NamedTuple):
 
     rank: int
     node: str
-    others_ms: float
-    """Median step time of the other ranks."""
-    ratio: float
-    """Step time of the rank over ``others_ms``."""
+    others_ms: float  # Median step time of the other ranks
+    ratio: float  # Step time of the rank over ``others_ms``
 
 
 def parts_of(row: Row) -> dict[str, float]:

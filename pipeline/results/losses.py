@@ -27,14 +27,10 @@ optimizer.
 class LossCheck(NamedTuple):
     """Comparison of a trial's losses with the baseline's."""
 
-    first: float
-    """Largest difference within the first `FIRST_STEPS` steps."""
-    largest: float
-    """Largest difference in all steps that both have."""
-    tolerance: float
-    """Difference that rounding explains."""
-    reason: str
-    """Layers and options that explain another loss on the same batches; empty if none does."""
+    first: float  # Largest difference within the first `FIRST_STEPS` steps
+    largest: float  # Largest difference in all steps that both have
+    tolerance: float  # Difference that rounding explains
+    reason: str  # Layers and options that explain another loss on the same batches; empty if none does
 
     @property
     def state(self) -> Literal["same", "drifts", "explained", "differs"]:

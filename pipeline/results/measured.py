@@ -28,8 +28,7 @@ class Entry(NamedTuple):
 
     key: str
     name: str
-    cells: Mapping[str, Fact | str]
-    """Cells by the keys of facts; others are empty."""
+    cells: Mapping[str, Fact | str]  # Cells by the keys of facts; others are empty
 
 
 def speedup_table(entries: Sequence[Row | Entry], *, main: Row, notes: Iterable[str] = ()) -> Table:

@@ -27,10 +27,8 @@ VALIDATION_LOSS = "validation/loss"
 _COLORS = ("#0072b2", "#d55e00", "#2f8f6b", "#331a66", "#7a4419", "#c3cad1")
 _GREY, _INK = "#c3cad1", "#1b1f24"
 _MOST_METRICS, _MOST_COURSES, _MOST_POINTS = 3, 10, 1000
-_SPANS = 30
-"""Parts of a training, one of which is the span of the moving average."""
-_WIDE_RANGE = 30.0
-"""Ratio of the largest to the smallest loss from which the axis is logarithmic."""
+_SPANS = 30  # Parts of a training, one of which is the span of the moving average
+_WIDE_RANGE = 30.0  # Ratio of the largest to the smallest loss from which the axis is logarithmic
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -49,8 +47,7 @@ class Course:
     """Course of a training by its steps, counted from 1."""
 
     name: str
-    losses: Sequence[float]
-    """Loss of each step, NaN for a missing one, from the run's losses.npy."""
+    losses: Sequence[float]  # Loss of each step, NaN for a missing one, from the run's losses.npy
     validation: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
     """Steps and values of each metric of the validation set."""
 

@@ -20,18 +20,14 @@ from pipeline.results.record import Fact, State, format_fact
 from pipeline.wording import counted, figure
 
 Verdict = Literal["better", "worse", "equal", "identical", "inconclusive"]
-MOST_PAIRS = 1000
-"""Pairs beyond which it is not said how many more would decide."""
+MOST_PAIRS = 1000  # Pairs beyond which it is not said how many more would decide
 ROUNDING = 1e-6
 """Share of a value by which losses and metrics of identical trainings may differ, as sums in another order do."""
-_NO_SPREAD = 1e-9
-"""Share of a difference that rounding may make up."""
-_LEAST_TO_SEE = 8
-"""Pairs from which on a skewed law can be told from a symmetric one."""
+_NO_SPREAD = 1e-9  # Share of a difference that rounding may make up
+_LEAST_TO_SEE = 8  # Pairs from which on a skewed law can be told from a symmetric one
 _SIGNED = re.compile(r"r2|r_squared|matthews|mcc|kappa|corr|pearson|spearman|explained|snr|likelihood", re.IGNORECASE)
 """Names of metrics that are higher for better models, and are no rates."""
-_POINTS = 100.0
-"""Points in a rate of 1."""
+_POINTS = 100.0  # Points in a rate of 1
 
 
 class Answer(NamedTuple):
@@ -39,17 +35,12 @@ class Answer(NamedTuple):
 
     verdict: Verdict
     metric: str
-    unit: Literal["points", "+"]
-    """Unit of the difference: hundredths of a rate between 0 and 1, or the metric's own."""
-    direction: Direction
-    """Direction in which the metric improves."""
-    found: Estimate
-    """Mean difference of the pairs, second variant minus first, with its interval."""
+    unit: Literal["points", "+"]  # Unit of the difference: hundredths of a rate between 0 and 1, or the metric's own
+    direction: Direction  # Direction in which the metric improves
+    found: Estimate  # Mean difference of the pairs, second variant minus first, with its interval
     seeds: tuple[int, ...]
-    differences: tuple[float, ...]
-    """Difference of each pair, in the order of ``seeds``."""
-    margin: float | None = None
-    """Difference up to which the variants count as equal, in ``unit``."""
+    differences: tuple[float, ...]  # Difference of each pair, in the order of ``seeds``
+    margin: float | None = None  # Difference up to which the variants count as equal, in ``unit``
     apart: float | None = None
     """Largest share by which a loss or a value differs within a pair; None if losses are not known."""
     more_pairs: int | None = None
@@ -222,12 +213,9 @@ def have_spread(differences: Sequence[float], *, confidence: float = CONFIDENCE)
 class Way(NamedTuple):
     """Way of a training to its values: what it took to reach each."""
 
-    steps: Sequence[float]
-    """Steps at the end of each report."""
-    seconds: Sequence[float]
-    """Seconds of training steps until then."""
-    values: Sequence[tuple[float, float]]
-    """Step and value of each evaluation, finite ones only."""
+    steps: Sequence[float]  # Steps at the end of each report
+    seconds: Sequence[float]  # Seconds of training steps until then
+    values: Sequence[tuple[float, float]]  # Step and value of each evaluation, finite ones only
     samples_per_step: float
     devices: int
 
@@ -251,8 +239,7 @@ class Way(NamedTuple):
 class Cost(NamedTuple):
     """Samples, time and devices that a training took until it reached a target."""
 
-    seconds: float
-    """Seconds of training steps."""
+    seconds: float  # Seconds of training steps
     samples: float
     devices: int
 
@@ -297,18 +284,13 @@ class Split(NamedTuple):
     target: float
     missed: tuple[tuple[int, bool], ...]
     """Seeds of trainings that did not reach the target; True for the second variant."""
-    total: int
-    """All pairs."""
-    pairs: int
-    """Pairs in which both reached it."""
+    total: int  # All pairs
+    pairs: int  # Pairs in which both reached it
     sooner: Estimate | None
     """Ratio of the first variant's seconds to the second's, and so on below; None if no pair reached the target."""
-    rate: Estimate | None = None
-    """Ratio of the samples per second, second to first."""
-    samples: Estimate | None = None
-    """Ratio of the samples until the target, second to first."""
-    hours: Estimate | None = None
-    """Ratio of the device hours until the target, second to first."""
+    rate: Estimate | None = None  # Ratio of the samples per second, second to first
+    samples: Estimate | None = None  # Ratio of the samples until the target, second to first
+    hours: Estimate | None = None  # Ratio of the device hours until the target, second to first
 
     @property
     def state(self) -> State:

@@ -44,20 +44,17 @@ class Workload(Frozen):
     """The inputs of the model: costs of one worker alone, and how the training is divided."""
 
     costs: Costs
-    optimizer_ms: float
-    """Time of a step besides loading, forward and backward: optimizer, clipping, book-keeping."""
+    optimizer_ms: float  # Time of a step besides loading, forward and backward: optimizer, clipping, book-keeping
     global_batch_size: int
     micro_batches: int = 1
     """Micro-batches of each worker per step (gradient accumulation); the last one synchronizes gradients."""
     loader_workers: int = 0
     bucket_bytes: int = 25 * 2**20
-    compression: float = 1.0
-    """Bytes of a gradient over bytes sent; 2 with a bf16 or fp16 communication hook."""
+    compression: float = 1.0  # Bytes of a gradient over bytes sent; 2 with a bf16 or fp16 communication hook
     backend: Backend = "gloo"
     slowdown: float = 1.0
     """Compute time of a worker next to other workers, with which it shares memory or cores, over that alone."""
-    pace: float = 1.0
-    """Step time of one worker in training over the sum of the parts, which are measured one by one."""
+    pace: float = 1.0  # Step time of one worker in training over the sum of the parts, which are measured one by one
 
 
 class Step(NamedTuple):
@@ -76,10 +73,8 @@ class Prediction(NamedTuple):
 
     workers: int
     step: Step
-    speedup: float
-    """Throughput of all workers over the throughput of one worker."""
-    limit: str
-    """Largest obstacle to linear scaling; "compute" if there is none."""
+    speedup: float  # Throughput of all workers over the throughput of one worker
+    limit: str  # Largest obstacle to linear scaling; "compute" if there is none
 
     @property
     def times(self) -> Mapping[str, float]:

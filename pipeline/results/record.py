@@ -17,12 +17,9 @@ from pipeline.wording import duration, figure
 
 FILE_NAME = "result.json"
 State = Literal["ok", "inconclusive", "invalid"]
-WIDE = 3.0
-"""Ratio of an interval's ends from which the value between them says little, so that only the ends are shown."""
-FAR = 100.0
-"""Ratio from which the end of an interval only says that nothing is known."""
-NEGLIGIBLE = 1e-4
-"""Share of the longest end of a difference below which another is shown as 0: rounding of the metric."""
+WIDE = 3.0  # Ratio of an interval's ends from which the value between them says little, so that only the ends are shown
+FAR = 100.0  # Ratio from which the end of an interval only says that nothing is known
+NEGLIGIBLE = 1e-4  # Share of the longest end of a difference below which another is shown as 0: rounding of the metric
 
 
 class Fact(Frozen):
@@ -30,20 +27,16 @@ class Fact(Frozen):
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
-    key: str
-    """Name in JSON and in MLflow (`METRICS`), e.g. "speedup"."""
-    value: float | None
-    """None if it is not known; NaN and infinity, which JSON does not have, are read back as None."""
+    key: str  # Name in JSON and in MLflow (`METRICS`), e.g. "speedup".
+    value: float | None  # None if it is not known; NaN and infinity, which JSON does not have, are read back as None
     low: float | None = None
     high: float | None = None
     unit: Literal["", "x", "%", "s", "ms", "MiB", "samples/s", "+", "points"] = ""
     """Unit of the value; of "%" the value is a share, 1 for 100%. A difference, which has a sign, is in "points" of a
     rate, or in the metric's own unit, "+"."""
-    label: str = ""
-    """Name for people; empty: the key."""
+    label: str = ""  # Name for people; empty: the key
     state: State = "ok"
-    trial: str = "main"
-    """Trial that it is about: the run in MLflow that gets it."""
+    trial: str = "main"  # Trial that it is about: the run in MLflow that gets it
 
     @property
     def has_interval(self) -> bool:
@@ -65,11 +58,9 @@ class Table(Frozen):
     title: str = ""
     header: tuple[str, ...]
     rows: tuple[tuple[Fact | str, ...], ...]
-    emphasis: int | None = None
-    """Index of the row that the result is about."""
+    emphasis: int | None = None  # Index of the row that the result is about
     notes: tuple[str, ...] = ()
-    is_folded: bool = False
-    """True if the page shows it when it is opened."""
+    is_folded: bool = False  # True if the page shows it when it is opened
 
     @field_validator("rows")
     @classmethod
@@ -83,14 +74,10 @@ class Table(Frozen):
 class Advice(Frozen):
     """A change to make, with the measurement behind it."""
 
-    reason: str
-    """Sentence with the measurement, which names the part that explains it."""
-    change: str = ""
-    """Change to make, in words; empty if ``overrides`` say it."""
-    overrides: tuple[str, ...] = ()
-    """Words to add to ``pipeline run FILE``."""
-    use: str = ""
-    """Name of the row that has measured the change; empty if it is a suggestion to try."""
+    reason: str  # Sentence with the measurement, which names the part that explains it
+    change: str = ""  # Change to make, in words; empty if ``overrides`` say it
+    overrides: tuple[str, ...] = ()  # Words to add to ``pipeline run FILE``
+    use: str = ""  # Name of the row that has measured the change; empty if it is a suggestion to try
 
 
 class Result(Frozen):
@@ -99,32 +86,22 @@ class Result(Frozen):
     model_config = ConfigDict(ser_json_inf_nan="null")  # of the cells of tables, too
 
     kind: Literal["run", "quick", "benchmark", "compare", "sweep", "evaluate", "export"]
-    name: str
-    """Name of the experiment."""
-    run: str = ""
-    """Id of the run, the name of its folder."""
-    title: str
-    """First line of the screen: what ended, how, and on which machine."""
+    name: str  # Name of the experiment
+    run: str = ""  # Id of the run, the name of its folder
+    title: str  # First line of the screen: what ended, how, and on which machine
     hardware: str = ""
-    label: str = "RESULT"
-    """Word at the left of the headline; "WARNING" if the speedup is not valid."""
-    headline: tuple[str, ...]
-    """Sentences of the answer, each from a new line on."""
-    verdict: str
-    """The answer in one line, for ``--quiet``, ``list`` and MLflow."""
-    answer: str = ""
-    """The answer in a word, for scripts and as a tag, e.g. "better"; empty if the command has none."""
+    label: str = "RESULT"  # Word at the left of the headline; "WARNING" if the speedup is not valid
+    headline: tuple[str, ...]  # Sentences of the answer, each from a new line on
+    verdict: str  # The answer in one line, for ``--quiet``, ``list`` and MLflow
+    answer: str = ""  # The answer in a word, for scripts and as a tag, e.g. "better"; empty if the command has none.
     state: State = "ok"
     facts: tuple[Fact, ...] = ()
     tables: tuple[Table, ...] = ()
-    advice: tuple[Advice, ...] = ()
-    """The first is on the screen."""
+    advice: tuple[Advice, ...] = ()  # The first is on the screen
     next: tuple[tuple[str, str], ...] = ()
     """Next steps: a label in capitals, e.g. "NEXT", and a sentence or a shell command."""
-    notes: tuple[str, ...] = ()
-    """The most important first: the screen has as many as there is room for."""
-    places: tuple[tuple[str, str], ...] = ()
-    """Where more is: a label, e.g. "Report", and a path or a command."""
+    notes: tuple[str, ...] = ()  # The most important first: the screen has as many as there is room for
+    places: tuple[tuple[str, str], ...] = ()  # Where more is: a label, e.g. "Report", and a path or a command.
 
     def fact(self, key: str, trial: str = "main") -> Fact | None:
         """Return a fact by its key and its trial, also one within a table; None if there is none."""
@@ -216,8 +193,7 @@ METRICS = {
     "peak_memory_mb": "memory/peak_mib",
 }
 """Metrics whose name differs from the fact's key; with ``/`` MLflow draws them in groups."""
-TAGS = ("speedup", "difference", "pairs")
-"""Facts that are tags, too, in words."""
+TAGS = ("speedup", "difference", "pairs")  # Facts that are tags, too, in words
 
 
 def mlflow_metrics(result: Result) -> dict[str, dict[str, float]]:

@@ -58,8 +58,7 @@ class Row:
     """A trial with what it measured, in one or several repeats."""
 
     trial: Trial
-    result: TrialResult
-    """Result of the trial; of several repeats, their medians, with each repeat as a slot."""
+    result: TrialResult  # Result of the trial; of several repeats, their medians, with each repeat as a slot
     start_s: float | None = None
     """Seconds from the launch to the end of the first step; None if it ran beside the training that was launched."""
     baseline: "Row | None" = None

@@ -12,22 +12,17 @@ from pipeline.results.record import FAR, Fact, format_fact
 from pipeline.results.speedup import Row, is_unmeasurable, is_wide
 from pipeline.wording import duration, figure
 
-BUSY = 0.2
-"""Cores used by other processes from which they are mentioned."""
-LONGEST_S = 600
-"""Seconds beyond which no longer measurement is suggested."""
-_LEAST_S = 60
-"""Shortest measurement that is suggested; the default of benchmark.time_budget_s is 30 s."""
-MOST_TIMES = 20
-"""Factor on the measuring time beyond which nothing longer is suggested."""
+BUSY = 0.2  # Cores used by other processes from which they are mentioned
+LONGEST_S = 600  # Seconds beyond which no longer measurement is suggested
+_LEAST_S = 60  # Shortest measurement that is suggested; the default of benchmark.time_budget_s is 30 s
+MOST_TIMES = 20  # Factor on the measuring time beyond which nothing longer is suggested
 
 
 class Doubt(NamedTuple):
     """Why a speedup is inconclusive, and what would resolve it."""
 
     reason: str
-    remedy: str = ""
-    """Action of the user; empty if there is none."""
+    remedy: str = ""  # Action of the user; empty if there is none
     command: tuple[str, ...] = ()
     """Verb and settings that measure again, e.g. ("benchmark", "--repeats", "5"); empty if none does."""
 

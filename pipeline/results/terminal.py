@@ -8,13 +8,10 @@ from pipeline.record.screen import Terminal, print_screen, write
 from pipeline.results.record import Advice, Fact, Result, Table, format_fact
 
 WIDTH, HEIGHT = 80, 24
-LABEL = 9
-"""Width of the labels at the left, e.g. "RESULT"."""
+LABEL = 9  # Width of the labels at the left, e.g. "RESULT".
 _GAP = "  "
-_NARROWEST = 12
-"""Width of the first column of a table below which it is not wrapped further."""
-_FEWEST_ROWS = 3
-"""Rows of a table that a screen shows in any case."""
+_NARROWEST = 12  # Width of the first column of a table below which it is not wrapped further
+_FEWEST_ROWS = 3  # Rows of a table that a screen shows in any case
 _MOST_NOTES = 4
 
 

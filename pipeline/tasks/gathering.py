@@ -57,23 +57,18 @@ class GlobalBatch(NamedTuple):
 
     rank: int
     world_size: int
-    rows: int
-    """Samples of this rank's batch, one that only pads it included."""
-    size: int
-    """Samples of the global batch."""
+    rows: int  # Samples of this rank's batch, one that only pads it included
+    size: int  # Samples of the global batch
 
 
 class Pass:
     """The pass that a task is called in: what `gathered` and `pipeline.tasks.count_samples` need to know of it."""
 
     def __init__(self) -> None:
-        self.samples: int | None = None
-        """Samples of the batch; None outside of a pass."""
+        self.samples: int | None = None  # Samples of the batch; None outside of a pass
         self.exchanges = False
-        self.is_used = False
-        """True once the task has gathered in this pass."""
-        self.rows: list[Tensor] = []
-        """Gathered rows with gradients that no loss reaches yet."""
+        self.is_used = False  # True once the task has gathered in this pass
+        self.rows: list[Tensor] = []  # Gathered rows with gradients that no loss reaches yet
         self._state: Any = None
         self._part: Any = None
 
@@ -120,8 +115,7 @@ class Pass:
         return loss
 
 
-current = Pass()
-"""The pass of this process. Outside of a training the batch is the global batch."""
+current = Pass()  # The pass of this process. Outside of a training the batch is the global batch.
 
 
 class _Gather(torch.autograd.Function):

@@ -176,8 +176,7 @@ class _Trainer:
 
     def __init__(self, *, total_steps: int = 0) -> None:
         self.global_step = self.current_epoch = 0
-        self.calls = 0
-        """Calls of the module in this step: the index of the next batch."""
+        self.calls = 0  # Calls of the module in this step: the index of the next batch
         self.estimated_stepping_batches = self.max_steps = total_steps
         has_ranks = dist.is_initialized()
         self.world_size, self.global_rank = (dist.get_world_size(), dist.get_rank()) if has_ranks else (1, 0)

@@ -11,8 +11,7 @@ from typing_extensions import override
 from pipeline.errors import ExperimentError
 from pipeline.tasks.trainee import AsModule, Loss, Task, count_samples, describe
 
-IGNORED = -100
-"""Default ``ignore_index`` of torch's losses."""
+IGNORED = -100  # Default ``ignore_index`` of torch's losses
 _HINT = "return pairs from the dataset, or set `task:` to a class that reads such batches"
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss)
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
@@ -31,8 +30,7 @@ class Supervised(nn.Module, Task):
         ExperimentError: the loss isn't a mean over the batch, or a batch isn't a pair.
     """
 
-    error_key = "loss"
-    """Key of the experiment that errors name."""
+    error_key = "loss"  # Key of the experiment that errors name
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], *, ignores: bool = False) -> None:
         """Wrap a loss.

@@ -28,10 +28,8 @@ class Loss(NamedTuple):
 
     Return it for every batch, or for none.
     """
-    outputs: Any = None
-    """First argument of the metrics."""
-    targets: Any = None
-    """Second argument of the metrics."""
+    outputs: Any = None  # First argument of the metrics
+    targets: Any = None  # Second argument of the metrics
     logs: Mapping[str, Tensor] = MappingProxyType({})
     """Scalars to report in addition to the loss, e.g. its terms: means over the same items, weighted by their count.
 

@@ -37,10 +37,8 @@ from pipeline.tracking.store import (
 )
 from pipeline.wording import counted, join_names
 
-INCOMPLETE = 3
-"""Exit code if something was not delivered."""
-UNKNOWN_END = b"\n"
-"""Line of standard input if no end of the run is known."""
+INCOMPLETE = 3  # Exit code if something was not delivered
+UNKNOWN_END = b"\n"  # Line of standard input if no end of the run is known
 _ENVIRONMENT = {
     # MLflow's defaults let one call to a dead server block for four minutes; a delivery is repeated instead.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -72,14 +70,12 @@ class Delivery:
         opened: Callable[[], None] = lambda: None,
     ) -> None:
         self.sent = sent
-        self.ending = Flag()
-        """Set once the journal is complete; from then on an attempt is repeated only a few times."""
+        self.ending = Flag()  # Set once the journal is complete; from then on an attempt is repeated only a few times
         self.end: RunClosed | None = None
         """End of the run, in case that the journal lacks it: the disk was full, or the driver was killed."""
         self._folder, self._uri, self._warn, self._keeps, self._opened = folder, uri, warn, keeps, opened
         self._run: MlflowRun
-        self._down: dict[str, str] = {}
-        """Reasons why the store refuses "results" or "files" now."""
+        self._down: dict[str, str] = {}  # Reasons why the store refuses "results" or "files" now
         self._told: set[str] = set()
 
     def start_loggers(

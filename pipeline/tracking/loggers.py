@@ -56,8 +56,7 @@ class Logger(threading.Thread):
         remedy: str = "",
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self.has_failed = False
-        """True if the tracker raised an exception."""
+        self.has_failed = False  # True if the tracker raised an exception
         self._build, self._is_over, self._end, self._tell, self._remedy = build, is_over, end, tell, remedy
         self._tail = journal.Tail(folder / journal.FILE_NAME)
         self.start()

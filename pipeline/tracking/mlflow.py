@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import DatasetInput, Metric, Run, RunTag
 
-MAIN = "main"
-"""Name of the main trial; its MLflow run is the parent of the measurements'."""
+MAIN = "main"  # Name of the main trial; its MLflow run is the parent of the measurements'
 _BASELINE = "baseline"  # name of its trial
 TRIAL_TAG = "pipeline.trial"
 _ERROR_TAG = "error"  # a failed run's first error

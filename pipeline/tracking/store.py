@@ -170,8 +170,7 @@ def ui_address(uri: str) -> str:
     return without_credentials(uri).rstrip("/") if is_server(uri) else _UI_ADDRESS
 
 
-LINK_LABEL = "mlflow   "
-"""Start of the line with the address of a run, see `link_of`."""
+LINK_LABEL = "mlflow   "  # Start of the line with the address of a run, see `link_of`
 Upload = Annotated[ArtifactSaved | ModelSaved, Field(discriminator="kind")]
 
 
@@ -179,39 +178,24 @@ class TrackingOutcome(FolderFile):
     """State of the delivery of a run to MLflow. It is written after each call, so that a kill repeats one call."""
 
     file_name: ClassVar[str] = "sync.json"
-    offset: int = 0
-    """Bytes of the journal that MLflow has accepted or refused."""
-    is_closed: bool = False
-    """True if the last of them was the end of the run."""
-    experiment_id: str = ""
-    """MLflow's id of the experiment; empty if MLflow never answered."""
-    run_id: str = ""
-    """MLflow's id of the main run; empty if MLflow never answered."""
-    delivered: bool = False
-    """True if MLflow has everything that it accepts, and the run has ended."""
-    uri: str = ""
-    """URI of the store, without credentials, if it isn't the run's own."""
-    message: str = ""
-    """Missing results and the command that sends them; after a sync, the link to the run; else empty."""
-    trouble: str = ""
-    """Reason of the current outage; empty if there is none."""
-    children: dict[str, str] = {}
-    """MLflow's ids of the measurements by trial."""
-    errors: dict[str, str] = {}
-    """First error of each trial of this session."""
-    uploads: list[Upload] = []
-    """Files to upload; metrics don't wait for them."""
-    models: list[ModelSaved] = []
-    """Models, uploaded at the end: a measurement may follow."""
-    exported: ModelExported | None = None
-    """Folder of the last model as MLflow keeps it."""
+    offset: int = 0  # Bytes of the journal that MLflow has accepted or refused
+    is_closed: bool = False  # True if the last of them was the end of the run
+    experiment_id: str = ""  # MLflow's id of the experiment; empty if MLflow never answered
+    run_id: str = ""  # MLflow's id of the main run; empty if MLflow never answered
+    delivered: bool = False  # True if MLflow has everything that it accepts, and the run has ended
+    uri: str = ""  # URI of the store, without credentials, if it isn't the run's own
+    message: str = ""  # Missing results and the command that sends them; after a sync, the link to the run; else empty
+    trouble: str = ""  # Reason of the current outage; empty if there is none
+    children: dict[str, str] = {}  # MLflow's ids of the measurements by trial
+    errors: dict[str, str] = {}  # First error of each trial of this session
+    uploads: list[Upload] = []  # Files to upload; metrics don't wait for them
+    models: list[ModelSaved] = []  # Models, uploaded at the end: a measurement may follow
+    exported: ModelExported | None = None  # Folder of the last model as MLflow keeps it
     logs_model: bool = True
     is_trial: bool = False
     has_finished: bool = False
-    refused: int = 0
-    """Number of events that MLflow has refused for good."""
-    missing: list[str] = []
-    """Files that are not sent, after a warning."""
+    refused: int = 0  # Number of events that MLflow has refused for good
+    missing: list[str] = []  # Files that are not sent, after a warning
 
     def waiting(self, folder: Path) -> str:
         """Describe what MLflow lacks, e.g. "12 events and 3 files"; empty if nothing."""

@@ -38,11 +38,9 @@ from pipeline.train.reader import Collation, copy_dataset, find_datasets_with_ep
 from pipeline.train.same import check_data, check_order, fingerprint
 from pipeline.train.storage import DataDigest
 
-Datasets = tuple[Any, Any, Any]
-"""Training, validation and test set; None in place of a set that there isn't."""
+Datasets = tuple[Any, Any, Any]  # Training, validation and test set; None in place of a set that there isn't
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-_DIGESTED = 16
-"""Samples to compare when a training resumes, a quarter of them of the validation set."""
+_DIGESTED = 16  # Samples to compare when a training resumes, a quarter of them of the validation set
 _DEPENDS = "Training therefore depends on the number of workers and on train.gradient_accumulation"
 _DRAWS = f"the random numbers of loader.collate are drawn for each micro-batch. {_DEPENDS}"
 _MIXES = f"the samples of a micro-batch are mixed (train.batch_transform). {_DEPENDS}"
@@ -51,8 +49,7 @@ _MIXES = f"the samples of a micro-batch are mixed (train.batch_transform). {_DEP
 class _Sets(tuple[Any, Any, Any]):
     """Training, validation and test set."""
 
-    version: str | None = None
-    """Version of the data, if the data function's tuple has one."""
+    version: str | None = None  # Version of the data, if the data function's tuple has one
 
 
 def build_data(experiment: Experiment, *, allowed: tuple[str, ...]) -> Datasets:

@@ -42,8 +42,7 @@ from pipeline.train.storage import (
 )
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 30.0
-"""Seconds that training waits for the checkpoint being written when the next one is due."""
+_PATIENCE_S = 30.0  # Seconds that training waits for the checkpoint being written when the next one is due
 
 
 def share_addresses(trial: Trial, *, rank: Rank) -> Trial:
@@ -269,10 +268,8 @@ class _Job(NamedTuple):
     """A checkpoint to write."""
 
     copy: Copy
-    manifest: Manifest
-    """Without files."""
-    began: float
-    """Start of the save, in `time.perf_counter`'s seconds."""
+    manifest: Manifest  # Without files
+    began: float  # Start of the save, in `time.perf_counter`'s seconds
 
 
 class Writer:
@@ -284,10 +281,8 @@ class Writer:
     def __init__(
         self, s: State, storage: Storage, *, direction: Direction | None, group: dist.ProcessGroup | None
     ) -> None:
-        self.complete: list[Manifest] = []
-        """Manifests of the complete checkpoints."""
-        self.failed: dict[int, str] = {}
-        """Reasons for which checkpoints of this session could not be saved, by step."""
+        self.complete: list[Manifest] = []  # Manifests of the complete checkpoints
+        self.failed: dict[int, str] = {}  # Reasons for which checkpoints of this session could not be saved, by step
         self._s, self._rank, self._keep = s, s.rank, s.experiment.checkpoint.keep
         self._storage, self._direction, self._group = storage, direction, group
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from torch._dynamo.callback import CallbackArgs
 
 _KEY = "train.compile"
-_SIZES = 64
-"""Sizes of inputs that may be compiled; torch's own limit of 8 is too few to predict a speedup."""
+_SIZES = 64  # Sizes of inputs that may be compiled; torch's own limit of 8 is too few to predict a speedup
 
 
 class Stopwatch:

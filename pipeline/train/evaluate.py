@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
     from pipeline.train.meter import Meter
 
-_LEAST_PIXELS = 48
-"""Height of an image in a picture, at least; smaller ones are enlarged by a whole number."""
+_LEAST_PIXELS = 48  # Height of an image in a picture, at least; smaller ones are enlarged by a whole number
 
 
 def send_curve(s: State, name: str, drawn: Drawable) -> None:
@@ -98,8 +97,7 @@ def arrange_images(images: Tensor) -> Tensor:
 
 
 _log = logging.getLogger(__name__)
-Show = Callable[[str, Drawable], None]
-"""Receives the metric's name and its curve."""
+Show = Callable[[str, Drawable], None]  # Receives the metric's name and its curve
 
 
 @contextmanager

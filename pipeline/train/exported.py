@@ -30,8 +30,7 @@ from pipeline.train.parts import seeded_model
 from pipeline.train.reference import Reference, check
 from pipeline.wording import first_line
 
-_COPIES = 3
-"""Copies of the weights in memory during an export: the model, and two that torch.export.save makes."""
+_COPIES = 3  # Copies of the weights in memory during an export: the model, and two that torch.export.save makes
 _CONSTANT = "the model uses the number of samples as a constant, e.g. by len(x) or a loop; use x.shape[0]"
 Example = Tensor | dict[str, Tensor]
 """Inputs of two samples: a tensor, or tensors by the names of the model's arguments."""

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
     from pipeline.train.state import State
 
 Stream = Iterator[tuple[MicroBatch, Any]]
-SPIKE = 3.0
-"""Ratio to the median from which the exchange of an interval is a spike."""
-LEAST_INTERVALS = 5
-"""Intervals before the first that can be a spike."""
-TOLD_S = 1.0
-"""Spikes of one cause that have cost this many seconds in total are reported while it trains."""
+SPIKE = 3.0  # Ratio to the median from which the exchange of an interval is a spike
+LEAST_INTERVALS = 5  # Intervals before the first that can be a spike
+TOLD_S = 1.0  # Spikes of one cause that have cost this many seconds in total are reported while it trains
 _REMEMBERED = 200
 
 
@@ -45,10 +42,8 @@ class Lap:
     steps: int
     samples: int
     seconds: float
-    data_wait_ms: float = 0.0
-    """Wait for batches in a step: the longest of any rank, averaged over the steps."""
-    own_wait_ms: float = 0.0
-    """Wait for batches in a step on this rank, averaged over the steps."""
+    data_wait_ms: float = 0.0  # Wait for batches in a step: the longest of any rank, averaged over the steps
+    own_wait_ms: float = 0.0  # Wait for batches in a step on this rank, averaged over the steps
 
     @property
     def samples_per_second(self) -> float:

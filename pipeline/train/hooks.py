@@ -83,8 +83,7 @@ def name_of(hook: Hook) -> str:
     return f"{type(hook).__module__}.{type(hook).__qualname__}"
 
 
-_MUCH = 0.2
-"""Share of the initial weights in the averages from which a warning is due."""
+_MUCH = 0.2  # Share of the initial weights in the averages from which a warning is due
 _TRANSFORM, _STOPPING = "train.batch_transform", "train.early_stopping"
 
 

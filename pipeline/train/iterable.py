@@ -25,12 +25,9 @@ from pipeline.train.reader import Collation, make_read_error
 from pipeline.train.same import fingerprint
 
 _log = logging.getLogger(__name__)
-_HEAD = 16
-"""First samples, at most, that are read ahead to be looked at: compared between ranks, tried with the loss."""
-_LAST = 4
-"""Samples before a checkpoint, at most, by which a resumed reading is recognized."""
-_MARKS = 3
-"""Latest steps whose state is kept: on a GPU, batches are read ahead of the steps."""
+_HEAD = 16  # First samples, at most, that are read ahead to be looked at: compared between ranks, tried with the loss
+_LAST = 4  # Samples before a checkpoint, at most, by which a resumed reading is recognized
+_MARKS = 3  # Latest steps whose state is kept: on a GPU, batches are read ahead of the steps
 
 
 def is_iterable(dataset: object) -> bool:
@@ -268,12 +265,9 @@ class _SampleReader:
     ) -> None:
         """Begin at a sample of an epoch; ``restored`` is a copy with a state, in the dataset's place for a pass."""
         self.epoch, self.index, self.passes, self.what = epoch, index, passes, what
-        self.dataset = dataset if restored is None else restored
-        """Dataset of this pass."""
-        self.is_fresh = True
-        """True until a batch is served of it."""
-        self.ahead = deque[Any]()
-        """Samples that were looked at, but not read yet."""
+        self.dataset = dataset if restored is None else restored  # Dataset of this pass
+        self.is_fresh = True  # True until a batch is served of it
+        self.ahead = deque[Any]()  # Samples that were looked at, but not read yet
         self.latest = deque[Any](maxlen=keeps)
         self._seed, self._again, self._original = seed, again, dataset
         self._iterator: Iterator[Any] | None = None

@@ -15,8 +15,7 @@ from pipeline.train.order import MicroBatch
 if TYPE_CHECKING:
     from pipeline.train.state import State
 
-HeldStep = list[tuple[MicroBatch, Any]]
-"""The micro-batches of one step, in memory."""
+HeldStep = list[tuple[MicroBatch, Any]]  # The micro-batches of one step, in memory
 
 
 class Buffers:

@@ -36,8 +36,7 @@ from pipeline.train.reader import (
 Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]
 """Function that starts to copy a batch, and returns a function that waits for the copy and returns it."""
-_loaders: WeakSet["BatchLoader"] = WeakSet()
-"""Loaders of this process that have a DataLoader."""
+_loaders: WeakSet["BatchLoader"] = WeakSet()  # Loaders of this process that have a DataLoader
 
 
 @contextmanager
@@ -71,8 +70,7 @@ class BatchLoader:
         keeps_generators: bool = True,
     ) -> None:
         """Read a few samples, see `Reader.probe`, and prepare to read all."""
-        self.readable = samples
-        """Samples that can be read by index."""
+        self.readable = samples  # Samples that can be read by index
         self.collate = collate
         workers = options.num_workers
         # Many datasets open a file at their first sample. Forked processes would share one that is open before.

@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from pipeline.train.state import State, Stepped
 
 SKIPPED = "train/skipped_steps"
-WINDOWS = ("throughput/", "time/")
-"""Prefixes of the names of metrics that describe a single window."""
+WINDOWS = ("throughput/", "time/")  # Prefixes of the names of metrics that describe a single window
 _SENT_AGAIN = 30
 """Latest reports that a checkpoint keeps: a driver that was killed may not have them, and ignores those that it has."""
-REPORT_MS = 330.0
-"""Milliseconds between two regular reports, unless a step takes longer."""
+REPORT_MS = 330.0  # Milliseconds between two regular reports, unless a step takes longer
 
 
 class Meter:
@@ -40,14 +38,11 @@ class Meter:
 
     def __init__(self, s: "State") -> None:
         self._s = s
-        self.latest: dict[str, float] = {}
-        """The latest value of every metric."""
-        self.first_losses: tuple[float, ...] = ()
-        """Losses of the first steps, as many as a measurement has."""
+        self.latest: dict[str, float] = {}  # The latest value of every metric
+        self.first_losses: tuple[float, ...] = ()  # Losses of the first steps, as many as a measurement has
         self.trained_s = 0.0
         """Seconds of all steps since the start of the training, on average of the ranks and equal on all of them."""
-        self.stop_agreed = False
-        """True if the driver had asked any rank to stop by the last flush; equal on all ranks."""
+        self.stop_agreed = False  # True if the driver had asked any rank to stop by the last flush; equal on all ranks
         self.clock = Clock(s.device, warmup_steps=s.experiment.benchmark.warmup_steps, compiling=s.compiling)
         self.finiteness = Finiteness(s)
         self.communication, self.energy, self.gauge = CommunicationMeter(s), EnergyMeter(s), GpuGauge(s.strategy.gpus)

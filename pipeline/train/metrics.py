@@ -217,8 +217,7 @@ class Drawable(NamedTuple):
     """Of a curve: class (empty if there is one line), x, y and threshold. Of an array: its dimensions, and the value.
     """
     rows: list[tuple[Any, ...]]
-    values: Tensor | None = None
-    """The array; None for a curve."""
+    values: Tensor | None = None  # The array; None for a curve
 
     def write(self, path: Path) -> None:
         """Write the rows as CSV."""
@@ -252,10 +251,8 @@ class Drawable(NamedTuple):
 class Readings(NamedTuple):
     """Computed results of metrics."""
 
-    values: dict[str, float]
-    """Numbers by reported name, without "validation/"."""
-    curves: dict[str, Drawable]
-    """Curves and large results by name of the metric."""
+    values: dict[str, float]  # Numbers by reported name, without "validation/"
+    curves: dict[str, Drawable]  # Curves and large results by name of the metric
 
 
 def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Readings:

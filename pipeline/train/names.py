@@ -10,11 +10,9 @@ from torch import nn
 
 from pipeline.wording import did_you_mean, listed
 
-TASK = "task."
-"""Beginning of the names of a task's parameters and buffers."""
+TASK = "task."  # Beginning of the names of a task's parameters and buffers
 
-Named = dict[str, nn.Parameter]
-"""Parameters by the name that a user writes."""
+Named = dict[str, nn.Parameter]  # Parameters by the name that a user writes
 
 
 def shown(name: str) -> str:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 MOST_IN_A_ROW = 10
 HALVINGS = 16  # skipped steps that fp16 may need to find its loss scale, which begins at 2^16
-_READING_S = 10.0
-"""Seconds for which samples are read again, to find a NaN in them."""
+_READING_S = 10.0  # Seconds for which samples are read again, to find a NaN in them
 REMEDY = "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
 
 
@@ -41,8 +40,7 @@ class Finiteness:
         self._s = s
         self._skips = s.experiment.train.on_nonfinite == "skip"
         self._is_fp16 = s.experiment.train.precision == "fp16"
-        self.skipped: list[int] = []
-        """Steps skipped since training started or was resumed, counted from 1."""
+        self.skipped: list[int] = []  # Steps skipped since training started or was resumed, counted from 1
         self._in_a_row, self._has_told = 0, False
 
     def note_skipped(self, step: int) -> None:

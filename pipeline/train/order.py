@@ -72,8 +72,7 @@ def keep_generators() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-Indices = npt.NDArray[np.int64]
-"""Indices of samples, shape (samples,)."""
+Indices = npt.NDArray[np.int64]  # Indices of samples, shape (samples,)
 Draw = Callable[[int, torch.Generator], Indices]
 """Function that returns the indices of an epoch, counted from 0, with random numbers from a generator."""
 
@@ -86,26 +85,20 @@ class MicroBatch(NamedTuple):
     indices: list[int]
     weight: int
     """1, or 0 for padding: a sample that is computed only to take part in the exchange, whose loss counts nothing."""
-    is_last: bool
-    """True if the optimizer steps after this micro-batch."""
-    global_size: int
-    """Samples of the global batch that this is a part of."""
+    is_last: bool  # True if the optimizer steps after this micro-batch
+    global_size: int  # Samples of the global batch that this is a part of
 
 
 @dataclass(kw_only=True)
 class SampleOrder:
     """The order of the training samples in global batches; the last batch of an epoch may be smaller."""
 
-    samples: int
-    """Samples of an epoch."""
-    set_size: int
-    """Samples of the training set, which indices refer to."""
+    samples: int  # Samples of an epoch
+    set_size: int  # Samples of the training set, which indices refer to
     global_batch_size: int
     seed: int
-    draw: Draw | None = None
-    """Order of ``sampler``, in which an index may repeat; None: a shuffle."""
-    is_stream: bool = False
-    """True for an IterableDataset: samples come in its own order, and can't be read by index."""
+    draw: Draw | None = None  # Order of ``sampler``, in which an index may repeat; None: a shuffle
+    is_stream: bool = False  # True for an IterableDataset: samples come in its own order, and can't be read by index
     is_endless: bool = False
     """True for one without a length: one epoch, as long as ``train.steps`` says, in which it may be read again."""
     _epoch: int = -1

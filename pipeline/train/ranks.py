@@ -23,8 +23,7 @@ from pipeline.train.watch import mark, waiting
 
 T = TypeVar("T")
 _POLL_S = 0.1
-_HEAD_START_S = 0.5
-"""Seconds in which a rank that failed reports its error first, with its traceback."""
+_HEAD_START_S = 0.5  # Seconds in which a rank that failed reports its error first, with its traceback
 TF32_CAPABILITY = (8, 0)
 """First compute capability with TF32, Ampere's: CUDA C++ Programming Guide, "Compute Capabilities"."""
 

@@ -42,18 +42,13 @@ class ModelCall(NamedTuple):
 class Reference(NamedTuple):
     """Outputs of the evaluated model for a few samples, and its state outside the state_dict."""
 
-    call: ModelCall | None
-    """The call of the model, on the CPU; None if it can't be saved."""
+    call: ModelCall | None  # The call of the model, on the CPU; None if it can't be saved
     outputs: Sequence[Tensor] | None
     """Tensors that it returned, on the CPU; None if they can't be compared, such as random ones of a GPU."""
-    changing: Sequence[str]
-    """Attributes that each call changes, if the outputs change with them."""
-    prints: Mapping[str, str]
-    """Fingerprints of attributes and buffers outside the state_dict, by name."""
-    is_exact: bool
-    """True if a CPU computed the outputs in the precision of the weights, 32 bits or more."""
-    runtime: Mapping[str, int]
-    """Values of ``${total_steps}`` and the like, by name."""
+    changing: Sequence[str]  # Attributes that each call changes, if the outputs change with them
+    prints: Mapping[str, str]  # Fingerprints of attributes and buffers outside the state_dict, by name
+    is_exact: bool  # True if a CPU computed the outputs in the precision of the weights, 32 bits or more
+    runtime: Mapping[str, int]  # Values of ``${total_steps}`` and the like, by name
 
     def save(self, path: Path) -> None:
         """Save the reference."""

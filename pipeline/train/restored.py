@@ -82,14 +82,10 @@ class PortableModel(NamedTuple):
     experiment: Experiment
     allowed: tuple[str, ...]
     weights: Mapping[str, Tensor]
-    example: Example | None
-    """Inputs of two samples; None if they are no tensors."""
-    reference: Reference
-    """Outputs of the evaluated model."""
-    runtime: Mapping[str, int]
-    """Values of ``${total_steps}`` and the like, by name."""
-    epoch: int
-    """Epoch of the weights, counted from 1."""
+    example: Example | None  # Inputs of two samples; None if they are no tensors
+    reference: Reference  # Outputs of the evaluated model
+    runtime: Mapping[str, int]  # Values of ``${total_steps}`` and the like, by name
+    epoch: int  # Epoch of the weights, counted from 1
     data_change: str = ""
     """Change of the data since the weights' checkpoint was saved; empty if it has not, or was not read."""
 

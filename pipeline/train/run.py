@@ -16,10 +16,8 @@ from pipeline.train.measure import add_measurements, result_of
 from pipeline.train.meter import Meter
 from pipeline.train.state import State
 
-_CHECKED_STEPS = 2
-"""Steps of a check: ddp raises an error about parameters without a gradient in the step after."""
-_LIMIT_S = 2.0
-"""Seconds that the second of them may take, estimated from the first one."""
+_CHECKED_STEPS = 2  # Steps of a check: ddp raises an error about parameters without a gradient in the step after
+_LIMIT_S = 2.0  # Seconds that the second of them may take, estimated from the first one
 
 
 def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:

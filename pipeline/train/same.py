@@ -17,13 +17,10 @@ from pipeline.tasks.trainee import AsModule
 from pipeline.train.names import shown
 from pipeline.train.ranks import gather
 
-_FEW = 4
-"""Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples."""
+_FEW = 4  # Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples
 _GENERATORS = "The global generators of torch, NumPy and Python have the same seed on all ranks"
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
-Prints = dict[str, str]
-"""Fingerprints of values by path."""
+_OF_MODULES = frozenset(vars(nn.Module()))  # Attributes that torch gives every module
+Prints = dict[str, str]  # Fingerprints of values by path
 
 
 def fingerprint(value: Any) -> str:

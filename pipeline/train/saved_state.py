@@ -31,12 +31,10 @@ from pipeline.train.state import Facts, State
 from pipeline.train.storage import Entry, Storage, StoredFile, find_damage
 from pipeline.wording import listed
 
-STATE = "state.pt"
-"""File of all that isn't sharded."""
+STATE = "state.pt"  # File of all that isn't sharded
 Saved = dict[str, Any]
 """State by part: "model", the key of an optimizer or scheduler, the path of a hook's class, and others."""
-Place = tuple[Any, ...]
-"""Keys and indices that lead to a tensor in a state."""
+Place = tuple[Any, ...]  # Keys and indices that lead to a tensor in a state
 
 
 def map_state(value: Any, do: Callable[[Tensor, Place], Any], *, place: Place, key: str = "") -> Any:
@@ -78,10 +76,8 @@ def _path(place: Place) -> str:
 class Copy(NamedTuple):
     """The state of a training at a step, on the CPU."""
 
-    state: Saved
-    """Whole tensors are copied by rank 0 only."""
-    shards: Mapping[str, Tensor]
-    """This rank's shards by the place of the whole."""
+    state: Saved  # Whole tensors are copied by rank 0 only
+    shards: Mapping[str, Tensor]  # This rank's shards by the place of the whole
 
 
 def check(s: State) -> None:

@@ -56,8 +56,7 @@ class Schedules:
         self._scale = scaling_factor(self._train.lr_scaling, global_batch_size=self._train.global_batch_size)
         self.by_step = self._train.scheduler_interval == "step"
         """True if schedulers advance after each step, not after each epoch."""
-        self.is_held = False
-        """True while steps are measured, which leave the rates as they are."""
+        self.is_held = False  # True while steps are measured, which leave the rates as they are
 
     @classmethod
     def build(

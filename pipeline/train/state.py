@@ -35,30 +35,24 @@ _NOTHING = nullcontext()
 class Facts(NamedTuple):
     """Properties of a training that its first forward pass shows, equal on all ranks and in resumed runs."""
 
-    draws: bool
-    """True if the pass drew random numbers."""
-    draws_others: bool
-    """True if it drew from Python's or NumPy's generator; else these aren't seeded in each step."""
+    draws: bool  # True if the pass drew random numbers
+    draws_others: bool  # True if it drew from Python's or NumPy's generator; else these aren't seeded in each step
     items_per_sample: float
     """About the items that the loss counts in a sample: a power of two, by which sums are divided before backward.
     It changes no bits, but without it sums over the tokens of long samples would overflow in fp16."""
-    gathers: bool
-    """True if the task compares all samples of a global batch with `pipeline.tasks.gathered`."""
-    log_names: tuple[str, ...]
-    """Names of the task's logs in training."""
+    gathers: bool  # True if the task compares all samples of a global batch with `pipeline.tasks.gathered`
+    log_names: tuple[str, ...]  # Names of the task's logs in training
 
 
 class Stepped(NamedTuple):
     """Result of a step on this rank, on the device."""
 
-    sums: Mapping[str, Tensor]
-    """This rank's part of the global batch's sums: "loss", and the logs times their items."""
+    sums: Mapping[str, Tensor]  # This rank's part of the global batch's sums: "loss", and the logs times their items
     count: Tensor | None  # type: ignore[assignment] # the name of tuple's method
     """Items of the global batch, of all ranks; None: its samples."""
     norms: Mapping[str, Tensor]
     """Norms of the gradients before clipping, by reported name; empty if they weren't computed."""
-    rates: Mapping[str, float]
-    """Learning rates that were used, by reported name."""
+    rates: Mapping[str, float]  # Learning rates that were used, by reported name
     skipped: bool = False
     """True if the weights were left as they are, on all ranks. An fp16 overflow alone is known on the device only."""
 
@@ -70,42 +64,30 @@ class State:
     trial: Trial
     rank: Rank
     outbox: Outbox
-    create: Create
-    """Builds a component, given its key."""
+    create: Create  # Builds a component, given its key
     strategy: Strategy
     batches: Batches
-    trainee: Trainee
-    """The model and the task, one module."""
-    wrapped: nn.Module
-    """The trainee as its strategy wraps it: what a step calls."""
-    optimizers: dict[str, Optimizer]
-    """Optimizers by name; a single one has the name ""."""
+    trainee: Trainee  # The model and the task, one module
+    wrapped: nn.Module  # The trainee as its strategy wraps it: what a step calls
+    optimizers: dict[str, Optimizer]  # Optimizers by name; a single one has the name ""
     schedules: Schedules
-    scaler: torch.amp.GradScaler
-    """Scaler of the loss, enabled for fp16 only."""
-    train_step: Callable[..., Stepped]
-    """`trainer.train_step`, or `several.train_step` for several optimizers."""
-    loaded: Loaded | None = None
-    """Weights of ``train.start_from``; None without it, and in a training that resumes."""
-    compiling: Stopwatch | None = None
-    """Time of torch.compile; None without it."""
+    scaler: torch.amp.GradScaler  # Scaler of the loss, enabled for fp16 only
+    train_step: Callable[..., Stepped]  # `trainer.train_step`, or `several.train_step` for several optimizers
+    loaded: Loaded | None = None  # Weights of ``train.start_from``; None without it, and in a training that resumes
+    compiling: Stopwatch | None = None  # Time of torch.compile; None without it
     hooks: Sequence[Hook] = ()
-    meter: Any = None
-    """`pipeline.train.meter.Meter` of a training or a measurement."""
-    facts: Facts | None = None
-    """None before the first forward pass."""
+    meter: Any = None  # `pipeline.train.meter.Meter` of a training or a measurement
+    facts: Facts | None = None  # None before the first forward pass
     step: int = 0
     """Steps done: within a step, and in the hooks around its update, the number of this step, counted from 0."""
-    stop_reason: str = ""
-    """Reason why the training ends before its last step; empty if it doesn't. Equal on all ranks."""
+    stop_reason: str = ""  # Reason why the training ends before its last step; empty if it doesn't. Equal on all ranks.
     outputs: list[tuple[Any, Any]] = field(default_factory=list)
     """Outputs and targets of the micro-batches of this step, if `Trainee.keeps_outputs`."""
     losses_of: tuple[str, ...] = ()
     """Names of several optimizers in the order in which the task gives their losses; empty before the first batch."""
     trainable: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that required a gradient when the training was built, by the names that users know."""
-    differing_buffers: tuple[str, ...] = ()
-    """Buffers, in words, that differed between ranks after the first step."""
+    differing_buffers: tuple[str, ...] = ()  # Buffers, in words, that differed between ranks after the first step
     gradients_of: str = ""
     """Name of the optimizer whose gradients `gradients` returns, while several update one after the other."""
 

@@ -153,12 +153,9 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 class DataDigest(Frozen):
     """Hashes of a few samples, by which a resumed training notices that its data has changed."""
 
-    sizes: Mapping[str, int]
-    """Samples of each set: training, validation, test; of a set without a length 0."""
-    samples: Mapping[str, str]
-    """Hashes by name, e.g. of "sample 17 of the training set"."""
-    left_out: int = 0
-    """Samples that can't be compared: they differed between two readings, or could not be read."""
+    sizes: Mapping[str, int]  # Samples of each set: training, validation, test; of a set without a length 0
+    samples: Mapping[str, str]  # Hashes by name, e.g. of "sample 17 of the training set".
+    left_out: int = 0  # Samples that can't be compared: they differed between two readings, or could not be read
 
     def text(self, declaration: str) -> str:
         """Return a short hash of the data and its declaration."""
@@ -170,8 +167,7 @@ class StoredFile(Frozen):
     """A file of a checkpoint."""
 
     name: str
-    size: int
-    """Bytes."""
+    size: int  # Bytes
     sha256: str
 
     @classmethod
@@ -184,30 +180,21 @@ class Manifest(Frozen):
     """Description and file list of a checkpoint; the checkpoint is complete if this exists and `digest` matches."""
 
     format: int = FORMAT
-    step: int
-    """Optimizer steps done."""
-    epoch: int
-    """Epochs done."""
+    step: int  # Optimizer steps done
+    epoch: int  # Epochs done
     steps_per_epoch: int
     global_batch_size: int
-    world_size: int
-    """Number of workers that trained up to this step."""
-    time: float
-    """Seconds since the epoch."""
-    versions: Mapping[str, str]
-    """Versions of torch and of this project."""
-    experiment: Mapping[str, Any]
-    """The part of the experiment file that decides what is trained, see `trained`."""
+    world_size: int  # Number of workers that trained up to this step
+    time: float  # Seconds since the epoch
+    versions: Mapping[str, str]  # Versions of torch and of this project
+    experiment: Mapping[str, Any]  # The part of the experiment file that decides what is trained, see `trained`
     data_digest: str
     data: DataDigest | None = None
     """Samples of the data, to compare them when a run resumes; None on other ranks than the first."""
-    metric: float | None = None
-    """The value of ``checkpoint.best`` at this step, if it was evaluated here."""
-    metric_name: str | None = None
-    """Name of the metric; None without a value."""
+    metric: float | None = None  # The value of ``checkpoint.best`` at this step, if it was evaluated here
+    metric_name: str | None = None  # Name of the metric; None without a value
     files: tuple[StoredFile, ...]
-    digest: str = Field(default="", repr=False)
-    """SHA-256 of all other fields."""
+    digest: str = Field(default="", repr=False)  # SHA-256 of all other fields
 
     @property
     def name(self) -> str:

@@ -31,8 +31,7 @@ from pipeline.train.ranks import gather, local, total_norm
 from pipeline.train.state import Facts, State, Stepped
 from pipeline.train.watch import mark, mark_step
 
-Stream = Iterator[tuple[MicroBatch, Any]]
-"""A rank's micro-batches with their data, in order."""
+Stream = Iterator[tuple[MicroBatch, Any]]  # A rank's micro-batches with their data, in order
 _NOTHING = nullcontext()
 
 

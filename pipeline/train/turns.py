@@ -41,10 +41,8 @@ SLOT_S = 0.75
 """Shortest slot in seconds: long for the clock, but no longer than the bursts of load that two neighbors share."""
 LEAST_STEPS = 2
 """Fewest timed steps of the slowest trial in a slot: more slots give a narrower interval than longer ones."""
-FEWEST_PAIRS = 2
-"""Fewest rounds, whatever they take: one has no interval."""
-PATIENCE = 1.5
-"""Multiple of the budget that `LEAST_PAIRS` rounds may take, and beyond which no further round starts."""
+FEWEST_PAIRS = 2  # Fewest rounds, whatever they take: one has no interval
+PATIENCE = 1.5  # Multiple of the budget that `LEAST_PAIRS` rounds may take, and beyond which no further round starts
 _SETTLING_S = 0.2
 _FIRST_STEPS, _FIRST_STEPS_S = 3, 10.0  # fewest, whose losses are compared, and seconds that more of them may take
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
@@ -52,22 +50,17 @@ _OTHER_S = 2.0  # which the estimate leaves out: building the trials, counting o
 
 _log = logging.getLogger(__name__)
 
-Complete = Callable[[State], TrialResult]
-"""Runs a trial that is built and returns its result."""
+Complete = Callable[[State], TrialResult]  # Runs a trial that is built and returns its result
 Compared = Baseline | Reference
 
 
 class Schedule(NamedTuple):
     """Number and lengths of the slots, fixed before the first one; a machine that slows down may end them early."""
 
-    rounds: int
-    """Rounds in which each trial has one slot."""
-    steps: Mapping[str, int]
-    """Timed steps in a slot of each trial, by its name."""
-    seconds: float
-    """Expected duration of all slots."""
-    limit_s: float
-    """Seconds beyond which no further round starts."""
+    rounds: int  # Rounds in which each trial has one slot
+    steps: Mapping[str, int]  # Timed steps in a slot of each trial, by its name
+    seconds: float  # Expected duration of all slots
+    limit_s: float  # Seconds beyond which no further round starts
 
     @classmethod
     def within(cls, step_s: Mapping[str, float], *, budget_s: float, most: int, queue: int) -> "Schedule":
@@ -201,11 +194,9 @@ class Player:
     def __init__(self, s: State, kept: ExitStack, *, later: "_Later | None" = None) -> None:
         """Open the stream of batches; weights and buffers are kept until ``kept`` is closed."""
         self.s, self.later = s, later
-        self.step_s: list[float] = []
-        """Seconds of a step in each slot."""
+        self.step_s: list[float] = []  # Seconds of a step in each slot
         self.expected_s = 0.0
-        self.passing_bytes = 0
-        """Memory that a step needs besides what is in use between steps, on a GPU."""
+        self.passing_bytes = 0  # Memory that a step needs besides what is in use between steps, on a GPU
         kept.enter_context(suspend_updates(s))
         self._stream = endless(s)
 

@@ -25,8 +25,7 @@ from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, 
 from pipeline.protocol.trial import Rank
 from pipeline.train.errors import OURS, TORCH
 
-GRACE_S = 2.0
-"""Seconds for a rank that waits for a stuck rank to end by the error of its collective instead."""
+GRACE_S = 2.0  # Seconds for a rank that waits for a stuck rank to end by the error of its collective instead
 
 _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
 _WARNED_OF = _MUST_GO_ON | {Phase.BUILDING}
@@ -38,10 +37,8 @@ class _Activity:
     """Progress of the training thread, written by it alone and read by the watchdog, without lock or system call."""
 
     phase: Phase = Phase.BUILDING
-    step: int = 0
-    """Number of the step, counted from 1."""
-    steps: int = 0
-    """Steps begun in this process."""
+    step: int = 0  # Number of the step, counted from 1
+    steps: int = 0  # Steps begun in this process
     marks: int = 0
     is_waiting: bool = False
     has_failed: bool = False

@@ -26,14 +26,10 @@ _KEY = "train.start_from"
 class Fit(NamedTuple):
     """Names of saved tensors beside those of a model."""
 
-    taken: Mapping[str, str]
-    """Saved name of each tensor of the model that is loaded."""
-    missing: tuple[str, ...]
-    """Names of the model without a saved tensor."""
-    unused: tuple[str, ...]
-    """Saved names, renamed, that the model lacks."""
-    misshapen: Mapping[str, str]
-    """Names with shapes that differ, and both shapes in words."""
+    taken: Mapping[str, str]  # Saved name of each tensor of the model that is loaded
+    missing: tuple[str, ...]  # Names of the model without a saved tensor
+    unused: tuple[str, ...]  # Saved names, renamed, that the model lacks
+    misshapen: Mapping[str, str]  # Names with shapes that differ, and both shapes in words
 
 
 def load(model: nn.Module, trial: Trial, *, rank: Rank, device: torch.device) -> Loaded | None:

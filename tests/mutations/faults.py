@@ -11,13 +11,11 @@ class Fault(NamedTuple):
     """A fault."""
 
     name: str
-    promise: str
-    """What it breaks."""
+    promise: str  # What it breaks
     file: str
     old: str
     new: str
-    first: tuple[str, ...]
-    """Tests that most likely notice it: files, or files and a name."""
+    first: tuple[str, ...]  # Tests that most likely notice it: files, or files and a name
 
 
 FAULTS = (

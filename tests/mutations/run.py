@@ -22,8 +22,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = ("tests/unit", *(f"tests/system/{part}" for part in ("test_lint.py", "contract", "replay", "journeys")))
 """What `make test` runs, the quickest first."""
 SPREAD = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
-WANTED = 0.95
-"""Fraction of the faults that `make test` must notice: 38 of 40."""
+WANTED = 0.95  # Fraction of the faults that `make test` must notice: 38 of 40
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 

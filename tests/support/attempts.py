@@ -14,8 +14,7 @@ from command import Ended
 from job import Job
 from recordings import Store, copied, written_here
 
-STEPS = 240
-"""60 epochs of 4 steps, the last of each smaller."""
+STEPS = 240  # 60 epochs of 4 steps, the last of each smaller
 TRAINING = ["model._target_=lab.Patient", "train.epochs=60", "train.evaluate_every_epochs=7"]
 DDP = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun"]
 SEED = int(os.environ.get("FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)

@@ -13,8 +13,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.train.run import train
 from pipeline.train.storage import Storage, folder_name, step_of
 
-STEPS = 6
-"""Of a toy training: two epochs of three steps."""
+STEPS = 6  # Of a toy training: two epochs of three steps
 EVERY: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 100}}
 """Sections of a training with a checkpoint of each step."""
 

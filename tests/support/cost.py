@@ -9,8 +9,7 @@ import pytest
 
 UNIT = Path(__file__).parents[1] / "unit"
 _PROCESSES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "tests.ranks"})
-_started: list[str] | None = None
-"""By the test that is running; None outside of tests/unit."""
+_started: list[str] | None = None  # By the test that is running; None outside of tests/unit
 
 
 def _audit(event: str, arguments: tuple[Any, ...], processes: frozenset[str] = _PROCESSES) -> None:

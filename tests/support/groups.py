@@ -20,8 +20,7 @@ TOGETHER = {
 
 The others go file by file.
 """
-COSTLY = ("whole_run", "launched", "undisturbed")
-"""Fixtures of a session, the longest first; who looks at them begins."""
+COSTLY = ("whole_run", "launched", "undisturbed")  # Fixtures of a session, the longest first; who looks at them begins
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

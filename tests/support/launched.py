@@ -81,8 +81,7 @@ def _trial(path: Path, name: str, launcher: str, *, workers: int, more: list[str
     return plan.main.model_copy(update={"name": name, "cpus_per_worker": 1})
 
 
-EXACT = 1e-12
-"""Rounding in fp64 stays far below it."""
+EXACT = 1e-12  # Rounding in fp64 stays far below it
 
 Curves = dict[str, dict[int, float]]
 

@@ -11,10 +11,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
-MARK = "PIPELINE_TESTS"
-"""In the environment of every process that descends from the tests, orphans included."""
-PATIENCE_S = 10.0
-"""How long what a test has started may take to go away."""
+MARK = "PIPELINE_TESTS"  # In the environment of every process that descends from the tests, orphans included
+PATIENCE_S = 10.0  # How long what a test has started may take to go away
 BY_DESIGN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python keeps them until the interpreter ends; the second one is that of ranks.py."""
 _SET_FOR_GOOD = (

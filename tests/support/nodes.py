@@ -74,8 +74,7 @@ class Nodes:
         self._with_dashboard = dashboard
         self._all_start = started
         self.address = f"{self.host(0)}:{_PORT}"
-        self.dashboard = f"http://{self.host(0)}:{_DASHBOARD_PORT}"
-        """Reachable from inside the nodes only."""
+        self.dashboard = f"http://{self.host(0)}:{_DASHBOARD_PORT}"  # Reachable from inside the nodes only
         self.environment = {
             **os.environ,
             "RAY_AUTH_MODE": "disabled",  # else all need the same token in the home directory

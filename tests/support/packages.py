@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-VARIABLE = "MISSING_PACKAGES_FAIL"
-"""In the environment if make runs the tests."""
+VARIABLE = "MISSING_PACKAGES_FAIL"  # In the environment if make runs the tests
 UNPINNED = ("torchvision", "litdata")
 """Packages that make doesn't install: each build of torch needs another build of torchvision, which pip doesn't
 consider, and LitData requires torchvision. With the wrong build, importing transformers fails."""

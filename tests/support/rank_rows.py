@@ -208,6 +208,5 @@ _LIKE_OTHERS = (
     "gathered: similar", "gathered: branching", "static graph, batches of 3", "static graph, batches of 19",
     "sparse gradients, unused", "metrics of 5 samples",
 )  # fmt: skip
-FOR_FOUR = OPTIMIZERS | {name: _ALL[name] for name in _LIKE_OTHERS}
-"""Rows that `make test` has no time for."""
+FOR_FOUR = OPTIMIZERS | {name: _ALL[name] for name in _LIKE_OTHERS}  # Rows that `make test` has no time for
 ROWS = {name: row for name, row in _ALL.items() if name not in FOR_FOUR}

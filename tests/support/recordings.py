@@ -23,8 +23,7 @@ if TYPE_CHECKING:  # importing MLflow takes seconds, which tests without a store
 
 TESTS = Path(__file__).parents[1]
 JOURNALS = TESTS / "journals"
-LAB = "/home/user/lab"
-"""What stands in the recordings for the folder in which they were made."""
+LAB = "/home/user/lab"  # What stands in the recordings for the folder in which they were made
 _BINARY = (".npy", ".pt", ".safetensors")
 
 

@@ -36,26 +36,18 @@ the best weights that one has saved, and their own.
 class Row(NamedTuple):
     """An experiment whose training doesn't depend on how it is divided."""
 
-    sections: Mapping[str, Any]
-    """Sections of the experiment that differ from those of `toys.experiment`."""
-    stopped: int = 2
-    """Step of the checkpoint that is resumed."""
+    sections: Mapping[str, Any]  # Sections of the experiment that differ from those of `toys.experiment`
+    stopped: int = 2  # Step of the checkpoint that is resumed
     strategy: str = "ddp"
-    options: Mapping[str, Any] = {}
-    """Options of the strategy."""
-    whole_batches: bool = False
-    """True if it has no micro-batches, as the samples of a global batch are compared."""
+    options: Mapping[str, Any] = {}  # Options of the strategy
+    whole_batches: bool = False  # True if it has no micro-batches, as the samples of a global batch are compared
     initial: Callable[[], nn.Module] | None = None
     """Model whose weights, drawn with another seed, the training starts from."""
-    is_saved_by_all: bool = False
-    """True if checkpoints of several workers are continued, too."""
-    evaluated: tuple[str, ...] = ()
-    """Sets on which the best checkpoint is evaluated again."""
+    is_saved_by_all: bool = False  # True if checkpoints of several workers are continued, too
+    evaluated: tuple[str, ...] = ()  # Sets on which the best checkpoint is evaluated again
     tolerance: float = 1e-12
-    counted: str = ""
-    """Buffer in which each process counts its own samples, which is not compared."""
-    warned: str | tuple[str, ...] = ""
-    """Start of the warnings that it may have."""
+    counted: str = ""  # Buffer in which each process counts its own samples, which is not compared
+    warned: str | tuple[str, ...] = ""  # Start of the warnings that it may have
 
     def has(self, comparison: str) -> bool:
         """Return True if the row is trained in this way."""
@@ -71,13 +63,10 @@ class Row(NamedTuple):
 class Found(NamedTuple):
     """Results of a training."""
 
-    series: dict[tuple[str, int], float]
-    """Values by the name of a metric and the step; of rank 0, as the weights."""
+    series: dict[tuple[str, int], float]  # Values by the name of a metric and the step; of rank 0, as the weights
     weights: dict[str, Tensor]
-    metrics: dict[str, float]
-    """Last metrics; of each rank, as its end."""
-    end: tuple[int, str, int]
-    """Last step, why it was the last, and the step of the best weights or 0."""
+    metrics: dict[str, float]  # Last metrics; of each rank, as its end
+    end: tuple[int, str, int]  # Last step, why it was the last, and the step of the best weights or 0
 
 
 def train_row(rank: Rank, row: Row, folder: Path, *, resume: bool = False, micro_batches: int = 1) -> Found:

@@ -8,8 +8,7 @@ import psutil
 from command import line_of
 from job import Job
 
-TIMEOUT_S = 5.0
-"""`parallel.timeout_s` of the run."""
+TIMEOUT_S = 5.0  # `parallel.timeout_s` of the run
 ENDING_S = 40.0
 """For all that comes after: workers, launcher, tracking. The launcher alone would wait 30 s for a stopped one."""
 

@@ -72,14 +72,10 @@ class Proxy:
     def __init__(self, server: Server) -> None:
         self.target = urlsplit(server.uri)
         self.fault: Fault = ""
-        self.where = ""
-        """Only paths that contain this are struck."""
-        self.delay_s = 1.0
-        """Of each answer, if it is slow."""
-        self.password = ""
-        """Asked for, if there is one; the user is called "me"."""
-        self.struck = 0
-        """Requests that the fault has met."""
+        self.where = ""  # Only paths that contain this are struck
+        self.delay_s = 1.0  # Of each answer, if it is slow
+        self.password = ""  # Asked for, if there is one; the user is called "me"
+        self.struck = 0  # Requests that the fault has met
         self._server = _Quiet(("127.0.0.1", 0), self._handler())
         self.port = self._server.server_port
         self.uri = f"http://127.0.0.1:{self.port}"

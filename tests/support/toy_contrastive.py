@@ -9,10 +9,8 @@ from torch.utils.data import TensorDataset
 
 from pipeline.tasks import Loss, gathered
 
-STOPPED = 4
-"""Step within the second epoch of 3 steps, whose last batches have 2 samples for up to 4 workers."""
-SAMPLES = 18
-"""The last global batch of 8 has 2 samples, fewer than 4 workers."""
+STOPPED = 4  # Step within the second epoch of 3 steps, whose last batches have 2 samples for up to 4 workers
+SAMPLES = 18  # The last global batch of 8 has 2 samples, fewer than 4 workers
 
 
 def pairs() -> tuple[TensorDataset, TensorDataset]:

@@ -81,8 +81,7 @@ class Loop:
         self.trainee = copy.deepcopy(s.trainee)
         self._parameters = dict(self.trainee.named_parameters())
         self._optimizer = torch.optim.SGD(self._parameters.values(), lr=RATE, momentum=MOMENTUM, fused=False)
-        self.averages: dict[str, Tensor] = {}
-        """By name, whether averages are a feature or not."""
+        self.averages: dict[str, Tensor] = {}  # By name, whether averages are a feature or not
 
     def step(self, step: int) -> Tensor:
         """Take a step; return the loss and, if there are logs, the error."""

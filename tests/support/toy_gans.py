@@ -97,8 +97,7 @@ def every(steps: int, **more: Any) -> dict[str, Any]:
     return optimizers | {"generator": {**optimizers["generator"], "every": steps, **more}}
 
 
-STOPPED = 4
-"""Step within the second epoch of three, after which a training is resumed."""
+STOPPED = 4  # Step within the second epoch of three, after which a training is resumed
 CASES: dict[str, dict[str, Any]] = {
     "clipped": SECTIONS | {"train": {"clip_grad_norm": 0.05}},
     "compared": SECTIONS | {"task": {"_target_": "toy_gans.Compared"}},

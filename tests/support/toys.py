@@ -29,8 +29,7 @@ Kind = TypeVar("Kind", bound=Hook)
 ALLOWED = (*BUILT_IN, *sorted(path.stem for path in Path(__file__).parents[1].rglob("*.py")))
 """What experiments of tests may name: modules of tests, too."""
 _FIELDS = {*Training.model_fields, *CellMeasurement.model_fields} - {"name"}  # "name" is a section
-SAMPLES = 22
-"""Training samples of `regression`; doesn't divide by the usual batch of 8."""
+SAMPLES = 22  # Training samples of `regression`; doesn't divide by the usual batch of 8
 
 
 class Kept:

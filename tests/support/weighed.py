@@ -9,8 +9,7 @@ from torch.utils.data import TensorDataset
 
 from pipeline.tasks import Loss
 
-SAMPLES, LENGTH, CLASSES = 18, 6, 4
-"""The last global batch of 8 has 2 samples, fewer than there are workers."""
+SAMPLES, LENGTH, CLASSES = 18, 6, 4  # The last global batch of 8 has 2 samples, fewer than there are workers
 IGNORED = -100
 
 

@@ -23,8 +23,7 @@ from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
 from pipeline.protocol.trial import Rank
 
 SESSION = Session(folder=Path(), receive=lambda _: None, parallel=Parallel())
-ENDED = threading.Thread()
-"""A training in this process that has ended."""
+ENDED = threading.Thread()  # A training in this process that has ended
 
 
 def heartbeat(rank: int, phase: Phase = Phase.BUILDING) -> Heartbeat:

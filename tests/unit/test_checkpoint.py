@@ -219,8 +219,7 @@ class Gated(MemoryFileSystem):
     store: dict[str, Any] = {}
     pseudo_dirs = [""]
     gate = threading.Event()
-    broken: frozenset[str] = frozenset()
-    """Names of folders that it doesn't take."""
+    broken: frozenset[str] = frozenset()  # Names of folders that it doesn't take
 
     def put_file(self, lpath: str, rpath: str, *args: Any, **more: Any) -> None:
         assert self.gate.wait(timeout=60)

@@ -35,8 +35,7 @@ from pipeline.record import journal
 from pipeline.record.recorder import Recorder
 
 RESULT = finished("main", spread(190.0)).result
-Attempt = tuple[list[AnyEvent], dict[int, str]]
-"""What workers sent, and why those that were lost ended, by rank."""
+Attempt = tuple[list[AnyEvent], dict[int, str]]  # What workers sent, and why those that were lost ended, by rank
 
 
 class Launcher(inprocess.Launcher):

@@ -157,8 +157,7 @@ def test_the_size_of_evaluation_batches_changes_no_result(data: dict[str, Any]) 
 # When they come
 
 
-BY_STEPS = {"epochs": 3, "evaluate_every_steps": 2}
-"""Three epochs of three steps."""
+BY_STEPS = {"epochs": 3, "evaluate_every_steps": 2}  # Three epochs of three steps
 
 
 @pytest.mark.parametrize(

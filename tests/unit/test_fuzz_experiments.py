@@ -53,8 +53,7 @@ checkpoint: {keep: 1, best: validation/accuracy}
 TREE: dict[str, Any] = yaml.safe_load(GOOD)
 PLACE = re.compile(r"e\.yaml:(\d+)")
 SLOW = [HealthCheck.too_slow]  # this machine may be busy with something else
-PATIENCE_S = 30.0
-"""For one file. It takes some 10 ms, one of the greatest allowed size some seconds."""
+PATIENCE_S = 30.0  # For one file. It takes some 10 ms, one of the greatest allowed size some seconds.
 
 odd_numbers = st.sampled_from(
     [0, -1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.0, -0.0, 1e308, 1e-320, float("inf"), float("-inf"), float("nan")]

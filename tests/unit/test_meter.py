@@ -22,8 +22,7 @@ from pipeline.train.order import MicroBatch
 from pipeline.train.state import Facts, Stepped
 
 CPU = torch.device("cpu")
-LONG = {"data": {"_target_": "toys.regression", "samples": 400}}
-"""100 steps of 4 samples in an epoch."""
+LONG = {"data": {"_target_": "toys.regression", "samples": 400}}  # 100 steps of 4 samples in an epoch
 
 
 class Watch:

@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from pipeline.train import batches, loader
 from pipeline.train.loader import Pair, copy_one_ahead, prefetch, to_device
 
-CPU, META = torch.device("cpu"), torch.device("meta")
-"""The second one stands for a GPU."""
+CPU, META = torch.device("cpu"), torch.device("meta")  # The second one stands for a GPU
 
 
 # To the device

@@ -291,8 +291,7 @@ VISION = {
 }
 PAPER = "#ffffff"
 """Figures are on white in both themes."""
-APART = 20.0
-"""Distance in CIELAB; about 2 can just be seen in patches side by side."""
+APART = 20.0  # Distance in CIELAB; about 2 can just be seen in patches side by side
 
 
 def linear(color: str) -> list[float]:

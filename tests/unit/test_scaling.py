@@ -105,8 +105,7 @@ def test_buckets_fill_in_the_order_of_readiness():
 
 # Steps
 
-SLOW = Link(latency_us=0, bandwidth_gbit=0.8)
-"""100,000 bytes a millisecond."""
+SLOW = Link(latency_us=0, bandwidth_gbit=0.8)  # 100,000 bytes a millisecond
 
 
 @pytest.mark.parametrize(

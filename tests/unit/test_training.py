@@ -45,8 +45,7 @@ class Unseeded(toys.Plain):
 class Exponential(nn.Module):
     """A task whose loss needs its own result for the backward pass, but not the model's outputs."""
 
-    are_outputs_alive: ClassVar[list[bool]] = []
-    """At the start of each backward pass."""
+    are_outputs_alive: ClassVar[list[bool]] = []  # At the start of each backward pass
 
     def __init__(self, is_weighted: bool = False) -> None:
         super().__init__()
@@ -79,8 +78,7 @@ def picture(dot: int) -> tuple[Dataset[Any], None]:
     return TensorDataset(images, torch.zeros(4, 1)), None
 
 
-STEPS = 3
-"""Steps in an epoch of toys.regression, with the usual batch of 8."""
+STEPS = 3  # Steps in an epoch of toys.regression, with the usual batch of 8
 
 
 SCHEDULERS = "torch.optim.lr_scheduler"
@@ -96,8 +94,7 @@ def losses(**sections: Any) -> list[float]:
 # Length
 
 
-LONGER = {"epochs": None, "steps": 5}
-"""Two steps more than the three of an epoch."""
+LONGER = {"epochs": None, "steps": 5}  # Two steps more than the three of an epoch
 
 
 def test_a_length_in_steps_ends_within_an_epoch() -> None:

@@ -13,8 +13,7 @@ from playwright.sync_api import TimeoutError as Waited
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 INSTALL = "apt-get install --yes chromium"
 SCREENSHOTS = Path(__file__).parents[3] / "browser-screenshots"
-PATIENCE_MS = 60_000
-"""For one element of a page, on a machine that has other things to do."""
+PATIENCE_MS = 60_000  # For one element of a page, on a machine that has other things to do
 _OPTIONS = [
     "--no-sandbox",  # its sandbox doesn't work for root
     *("--disable-gpu", "--disable-quic", "--no-first-run"),

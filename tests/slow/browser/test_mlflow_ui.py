@@ -46,14 +46,10 @@ class Shown(NamedTuple):
 
     cwd: Path
     store: str
-    run: Run
-    """As MLflow has it."""
-    said: str
-    """What ``pipeline run`` and ``pipeline show --full`` have printed."""
-    address: str
-    """Of the UI."""
-    links: list[str]
-    """What ``pipeline ui`` has printed."""
+    run: Run  # As MLflow has it
+    said: str  # What ``pipeline run`` and ``pipeline show --full`` have printed
+    address: str  # Of the UI
+    links: list[str]  # What ``pipeline ui`` has printed
 
     @property
     def link(self) -> str:

@@ -19,8 +19,7 @@ EXACT = 1e-12
 EXPERIMENT = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 60, width: 8}", "train.epochs=50"]
 SPREAD = ["parallel.strategy=ddp", "parallel.placement=strict_spread", "checkpoint.every_steps=5"]
 RESUMES = ["parallel.max_failures=1", "parallel.timeout_s=30", "parallel.start_timeout_s=240"]
-LOST_AFTER = 30
-"""Step."""
+LOST_AFTER = 30  # Step
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[3]
 EXACT = 1e-12
-ROUNDED = 1e-5
-"""What docs/tutorial.md says of fp32."""
+ROUNDED = 1e-5  # What docs/tutorial.md says of fp32
 TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=25"]
 OFTEN = ["--no-baseline", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]

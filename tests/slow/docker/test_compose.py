@@ -27,8 +27,7 @@ class Ran(NamedTuple):
     """An experiment on the cluster."""
 
     output: str
-    run: dict[str, Any]
-    """As MLflow has it."""
+    run: dict[str, Any]  # As MLflow has it
 
     @property
     def id(self) -> str:

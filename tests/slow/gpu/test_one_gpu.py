@@ -28,8 +28,7 @@ RESNET: dict[str, Any] = {
     "data": {"_target_": "test_one_gpu.images"},
     "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
 }
-BATCHES: dict[str, Any] = {"global_batch_size": 32, "precision": "fp32"}
-"""Four batches of the images in an epoch."""
+BATCHES: dict[str, Any] = {"global_batch_size": 32, "precision": "fp32"}  # Four batches of the images in an epoch
 FP32: dict[str, Any] = {"precision": "fp32"}
 
 

@@ -35,13 +35,11 @@ from pipeline.protocol.trial import Trial
 
 pytestmark = NEEDS_GPU
 STEPS = {"building": 0, "first step": 1, "third step": 3}
-SOON_S = 25.0
-"""Seconds for an error to arrive and for all ranks to end, far less than parallel.timeout_s."""
+SOON_S = 25.0  # Seconds for an error to arrive and for all ranks to end, far less than parallel.timeout_s
 HANG_S = 10.0
 LONG = {"_target_": "toys.regression", "samples": 4096}
 BRIEFLY = {"warmup_steps": 2, "steps": 2, "windows": 2, "rounds": 5}
-FILLED = 0.65
-"""Part of a GPU's memory that the activations of a rank's batch take; the peak is a tenth above."""
+FILLED = 0.65  # Part of a GPU's memory that the activations of a rank's batch take; the peak is a tenth above
 COPIES = 16
 
 

@@ -49,11 +49,9 @@ for how in sys.argv[1:]:  # each in a process of its own: what is done can't be 
 
 
 class Measured(NamedTuple):
-    small: int
-    """Pages of a step with small tensors."""
+    small: int  # Pages of a step with small tensors
     large: int
-    inside: int
-    """Bytes that stay while training lasts."""
+    inside: int  # Bytes that stay while training lasts
     afterwards: int
 
 

@@ -18,8 +18,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.tasks import Loss
 
 PRECISION = "mean average precision"
-PACKAGES = ("torchvision", "pycocotools")
-"""Packages that torchmetrics needs for the mean average precision."""
+PACKAGES = ("torchvision", "pycocotools")  # Packages that torchmetrics needs for the mean average precision
 FOLDER = Path(__file__).parents[3] / "examples" / "detection"
 DETECTOR = {
     "model": {"_target_": "shapes.Detector", "width": 2},

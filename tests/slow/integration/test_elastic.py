@@ -24,8 +24,7 @@ from pipeline.results import record
 pytestmark = pytest.mark.timeout(1200)
 
 RAY = Path(sys.executable).with_name("ray")
-STEPS = 1200
-"""Slow ones, until the test lets them run."""
+STEPS = 1200  # Slow ones, until the test lets them run
 TRAINING = [
     "data={_target_: lab.points, samples: 4800}",
     "train={epochs: 4, global_batch_size: 16, precision: fp64, log_every_steps: 1}",

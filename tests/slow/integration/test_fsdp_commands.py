@@ -15,8 +15,7 @@ from pipeline.protocol.trial import Rank
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"
 """Three groups and a rest that is empty."""
-STOPPED = 3
-"""Of eight steps, four in an epoch."""
+STOPPED = 3  # Of eight steps, four in an epoch
 OVERRIDES = [
     "train.precision=fp64", "checkpoint.every_steps=1", "checkpoint.keep=100", "train.global_batch_size=9",
     "data={_target_: lab.points, samples: 33}", "optimizer._target_=torch.optim.AdamW",

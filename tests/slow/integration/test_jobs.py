@@ -29,8 +29,7 @@ pytestmark = pytest.mark.timeout(900)
 BIN = Path(sys.executable).parent
 TOKEN = "4711" * 8
 PATIENCE_S = 400
-ATTEMPTS = 3
-"""At starting a head: Ray gives up after half a minute where others use the processors."""
+ATTEMPTS = 3  # At starting a head: Ray gives up after half a minute where others use the processors
 E = TypeVar("E", bound=Event)
 
 

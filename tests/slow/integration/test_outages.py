@@ -82,8 +82,7 @@ class Training:
         self.recorder = recorder
         self._shown = shown
         self.steps = steps
-        self.longest_s = 0.0
-        """The longest that an event was held up."""
+        self.longest_s = 0.0  # The longest that an event was held up
         open_trial(plan.main, recorder)
 
     def step(self) -> None:

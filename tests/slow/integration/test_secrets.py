@@ -25,8 +25,7 @@ from pipeline.experiment.load import config_hash, flatten, load, to_yaml
 Start = Callable[..., "subprocess.Popen[str]"]
 pytestmark = pytest.mark.timeout(600)
 
-USED = "LAB_DB_PASS"
-"""Given to the model, which refuses any other. Its name does not say that it is a secret."""
+USED = "LAB_DB_PASS"  # Given to the model, which refuses any other. Its name does not say that it is a secret.
 SECRET = "LAB_API_KEY"
 KEYED = ["model._target_=lab.Keyed", f"model.key=${{oc.env:{USED}}}"]
 
@@ -42,10 +41,8 @@ class Ran(NamedTuple):
     """What a run printed, and what could be seen of its processes meanwhile."""
 
     output: str
-    lines: set[str]
-    """Command lines."""
-    listening: set[str]
-    """Addresses on which others could reach them."""
+    lines: set[str]  # Command lines
+    listening: set[str]  # Addresses on which others could reach them
 
 
 def ran(*overrides: str, planted: Mapping[str, str], start: Start, project: Path, folder: Path, **more: str) -> Ran:

@@ -55,11 +55,9 @@ class Stop(NamedTuple):
     """When and how a run is stopped."""
 
     launcher: str
-    when: str
-    """What the run has printed by then; "" is at once."""
+    when: str  # What the run has printed by then; "" is at once
     number: signal.Signals = signal.SIGINT
-    to_group: bool = False
-    """Whether all processes of the terminal's job get it, as with Ctrl-C, or the driver alone."""
+    to_group: bool = False  # Whether all processes of the terminal's job get it, as with Ctrl-C, or the driver alone
 
     @property
     def name(self) -> str:

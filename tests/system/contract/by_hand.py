@@ -214,8 +214,7 @@ class Case:
     """An experiment, and the mean loss of a global batch of (model, task, batch) by hand."""
 
     mean: Mean
-    logs: Logs = lambda *_: {}
-    """Means of (model, batch) that the task reports."""
+    logs: Logs = lambda *_: {}  # Means of (model, batch) that the task reports
     kind: str = "labels"
     samples: int = 50
     train: Mapping[str, Any] = field(default_factory=dict)
@@ -426,10 +425,8 @@ class Trained:
     """What a training has led to."""
 
     losses: list[float]
-    weights: dict[str, Tensor]
-    """Weights of the model and, with "task." before them, of the task."""
-    values: dict[str, float]
-    """Loss, metrics and logs of the validation set at the end, and logs of the last step."""
+    weights: dict[str, Tensor]  # Weights of the model and, with "task." before them, of the task
+    values: dict[str, float]  # Loss, metrics and logs of the validation set at the end, and logs of the last step
 
 
 def train_by_hand(case: Case) -> Trained:

@@ -18,10 +18,8 @@ from pipeline.train.names import shown
 from pipeline.train.ranks import whole
 from pipeline.train.run import complete
 
-TOLERANCE, OF_METRICS = 1e-12, 1e-6
-"""torchmetrics computes in fp32."""
-HOW = {"fsdp": 2, "ddp": 3}
-"""Ranks of each strategy; ddp with two is in test_strategies.py."""
+TOLERANCE, OF_METRICS = 1e-12, 1e-6  # torchmetrics computes in fp32
+HOW = {"fsdp": 2, "ddp": 3}  # Ranks of each strategy; ddp with two is in test_strategies.py
 
 
 def train(rank: Rank, name: str, strategy: str) -> Trained:

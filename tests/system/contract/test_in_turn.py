@@ -54,12 +54,10 @@ class Kept(NamedTuple):
     """What a rank has to tell of a training."""
 
     result: TrialResult
-    weights: list[dict[str, torch.Tensor]]
-    """Weights and buffers before and after all slots."""
+    weights: list[dict[str, torch.Tensor]]  # Weights and buffers before and after all slots
     ends: list[TrialResult]
     warnings: list[str]
-    wall_s: float
-    """Seconds of this rank between the slots, by the clock and of its processor time."""
+    wall_s: float  # Seconds of this rank between the slots, by the clock and of its processor time
     cpu_s: float
 
 

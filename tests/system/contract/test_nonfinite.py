@@ -22,8 +22,7 @@ BATCH, EPOCHS, SAMPLES = 16, 2, 50
 ORDER = SampleOrder(samples=SAMPLES, set_size=SAMPLES, global_batch_size=BATCH, seed=3)
 PER_EPOCH = ORDER.steps_per_epoch
 BAD_STEP = 2  # of the first epoch, counted from 1
-BAD = ORDER.global_batch(BAD_STEP - 1)[5]
-"""Dealt to rank 1 of 2."""
+BAD = ORDER.global_batch(BAD_STEP - 1)[5]  # Dealt to rank 1 of 2
 BAD_STEPS = [step + 1 for step in range(EPOCHS * PER_EPOCH) if BAD in ORDER.global_batch(step)]
 SKIP = ["train.on_nonfinite=skip", "optimizer.momentum=0.9"]
 CASES = {

@@ -69,10 +69,8 @@ class Refusal(NamedTuple):
     sections: dict[str, Any]
     said: str
     strategy: str = "ddp"
-    initial: str = ""
-    """File of weights that rank 0 can't read."""
-    steps: tuple[str, ...] = ()
-    """Checkpoints that are left."""
+    initial: str = ""  # File of weights that rank 0 can't read
+    steps: tuple[str, ...] = ()  # Checkpoints that are left
 
 
 def data(samples: int) -> dict[str, Any]:

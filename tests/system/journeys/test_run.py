@@ -24,8 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType:UserWarning"),  # about MLflow's own code
 ]
 
-STEPS = 115
-"""5 epochs of 23 steps."""
+STEPS = 115  # 5 epochs of 23 steps
 
 
 @pytest.fixture(scope="module")

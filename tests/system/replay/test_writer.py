@@ -25,8 +25,7 @@ from pipeline.tracking.follow import sync
 from pipeline.tracking.follower import Follower
 
 Journal = Callable[[str], Recording]
-BLOCKED_S = 0.1
-"""An event that takes longer has waited for somebody."""
+BLOCKED_S = 0.1  # An event that takes longer has waited for somebody
 
 
 class _Unspeakable(Exception):
