@@ -26,7 +26,7 @@ run: $(RUNS)  ## Install, then run the main experiment: ResNet-18, two DDP worke
 ui: $(RUNS)  ## Browse the results in the MLflow UI on loopback
 	$(BIN)/pipeline ui
 
-test: $(STAMP)  ## Everything that a change must pass, in five minutes on two quiet cores: lint, unit, system
+test: $(STAMP)  ## Everything that a change must pass, in four minutes on two quiet cores: lint, unit, system
 	@$(PYTEST) $(SPREAD) $(SYSTEM) tests/unit
 
 lint: $(STAMP)  ## Format, style, types and layers alone, in half a minute
