@@ -261,8 +261,7 @@ def _is_in(name: str, packages: Iterable[str], *, or_around: bool = False) -> bo
 
 
 def _public_names(owner: ModuleType | type) -> list[str]:
-    names = getattr(owner, "__all__", None) or dir(owner)
-    return [name for name in names if not name.startswith("_")]
+    return [name for name in getattr(owner, "__all__", None) or dir(owner) if not name.startswith("_")]
 
 
 def _own_names(owner: ModuleType | type) -> list[str]:

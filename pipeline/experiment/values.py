@@ -56,7 +56,8 @@ class Component(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    target: Annotated[DottedName, Field(alias="_target_")]  # Dotted name of a class or function in an allowed package
+    target: Annotated[DottedName, Field(alias="_target_")]
+    """Dotted name of a class or function in an allowed package."""
 
     @property
     def arguments(self) -> Mapping[str, Any]:
