@@ -99,8 +99,7 @@ def benchmark(
             _measure(invocation, reasons=reasons, failures=failures)
         finally:
             if invocation.results:
-                with invocation.unharmed("the report"):
-                    invocation.finish(_make_result(matrix, invocation, reasons=reasons, request=request))
+                invocation.finish(_make_result(matrix, invocation, reasons=reasons, request=request))
     if failures:
         raise failures[0]
 

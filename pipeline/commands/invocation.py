@@ -18,7 +18,7 @@ from pipeline.drive import preflight
 from pipeline.drive.checkpoints import directions, find_initial
 from pipeline.drive.execute import execute, explain_problems
 from pipeline.drive.recorded_run import Membership, artifact, is_complete, recorded
-from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
+from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.launch.base import Launcher, Session
@@ -185,17 +185,6 @@ class Invocation:
             artifact(TABLE_NAME, self.recorder)
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
-
-    @contextmanager
-    def unharmed(self, what: str) -> Iterator[None]:
-        """Turn an unexpected error inside into a warning: the measurements are in the journal."""
-        try:
-            yield
-        except (PipelineError, OSError):
-            raise
-        except Exception as error:  # noqa: BLE001 - a mistake of ours that must not cost a training
-            _log.warning("%s failed", what, exc_info=error)
-            self.warn(f"{what} could not be made: {type(error).__name__}: {error}; what was measured is kept")
 
 
 @contextmanager

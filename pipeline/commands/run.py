@@ -1,5 +1,6 @@
 """``pipeline run``: check, plan, launch, and end in a result."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pipeline.drive import resume as recovery
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.execute import as_ended, describe_sizes, explain_problems
 from pipeline.drive.recorded_run import Membership
-from pipeline.errors import ResourceError, UsageError
+from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.launch.outer import check_workers, follow, leading
 from pipeline.plan.outer_launcher import is_follower
@@ -77,9 +78,15 @@ def run(
                 )
             finally:
                 if plan.main.name in invocation.results:
-                    with invocation.unharmed("the report"):
+                    try:
                         missing = find_missing(plan, outcomes, invocation.results)
                         report(invocation, missing=missing if with_baseline else "no baseline")
+                    except (PipelineError, OSError):
+                        raise
+                    except Exception as error:
+                        logging.getLogger(__name__).warning("the report failed", exc_info=error)
+                        why = f"{type(error).__name__}: {error}; what was measured is kept"
+                        invocation.warn(f"the report could not be made: {why}")
             if _has_lost_weights(invocation):
                 raise ResourceError(
                     f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the "

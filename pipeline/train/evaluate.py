@@ -304,7 +304,7 @@ def _try_metrics(s: State, collection: "MetricCollection", loss: Loss) -> Iterat
         try:
             result = metric.compute()
         except Exception as error:  # noqa: BLE001 - e.g. R2Score needs two samples; the evaluation raises what remains
-            _log.warning("%s can't be computed from one batch, so it isn't checked", kind, exc_info=error)
+            s.warn(f"{key} is not checked, since {kind} can't be computed from one batch: {first_line(error)}")
             continue
         has_names = isinstance(result, Mapping)  # torchmetrics renames equal ones of several metrics
         try:

@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassF1Score
 from torchmetrics.utilities import dim_zero_cat
 
 from pipeline.experiment.train import EarlyStopping as Options
-from pipeline.train.evaluate import evaluate
+from pipeline.train.evaluate import evaluate, prepare
 from pipeline.train.hooks import EarlyStopping
 from pipeline.train.order import evaluation_batches
 
@@ -110,6 +110,13 @@ def test_metrics_keep_the_outputs_of_each_batch() -> None:
     s.model.__class__ = Replayed
     values = evaluate(s)
     assert [values[f"validation/each_{i}"] for i in range(10)] == pytest.approx(expected.tolist())
+
+
+def test_a_metric_that_one_batch_is_too_little_for_is_said_not_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Each, "compute", lambda _: 1 / 0)
+    s = toys.built(metrics={"each": {"_target_": "test_evaluation.Each"}})
+    prepare(s)
+    assert any("metrics.each is not checked, since Each can't be" in told for told in s.outbox.warnings)
 
 
 @pytest.mark.parametrize("model", ["toys.dropout_net", "toys.batch_norm_net"])

@@ -110,3 +110,10 @@ def test_a_page_that_cannot_be_drawn_costs_itself_and_a_line(
     assert result is not None
     assert result.headline[0] in " ".join(ended.stdout.split())
     assert dict(result.places)["Folder"] == f"runs/{run_in(lab).name}"
+
+
+def test_a_report_that_cannot_be_made_costs_no_training(play: Play, lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.commands.run.report", lambda *_, **__: 1 / 0)
+    ended = play("finished", "run", "tiny.yaml")
+    assert (ended.code, record.read(run_in(lab))) == (0, None)
+    assert "the report could not be made: ZeroDivisionError" in ended.stderr
