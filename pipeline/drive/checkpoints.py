@@ -21,7 +21,7 @@ from pipeline.wording import did_you_mean
 
 
 def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Build the metrics, which know which values are good; of those that need run-time values, return the classes."""
+    """Build the metrics by name. For a metric that needs run-time values, return its class."""
     with undisturbed():
         from pipeline.train import metrics
 
@@ -112,7 +112,7 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
         why = "checkpoint.keep is 0" if not options.keep else "Training ended before the first one, or they are damaged"
         raise UsageError(f"{name}: {address} has no complete checkpoint. {why}.")
     steps = ", ".join(str(step) for step in sorted(one.step for one in manifests))
-    rated = [one.rated_by(options.best) for one in manifests]
+    rated = [one.rate_by(options.best) for one in manifests]
     if wanted is None:
         wanted = BEST if options.best is not None and any(one.metric is not None for one in rated) else LAST
     if wanted == LAST:

@@ -165,7 +165,7 @@ class RankFacts(Frozen):
 
     rank: int
     resources: Resources  # Resources that this process may use; another rank of the node may use the same
-    cores: tuple[int, ...]  # Numbers of the cores that it may use, which tell shared from divided cores
+    cores: tuple[int, ...]  # Numbers of the cores that it may use; ranks of a node may share them
     gpus: dict[str, str]  # Names of the GPUs that it sees, by UUID
     address: str  # Address of the machine that faces rank 0's
     versions: dict[str, str | None]  # Versions that all ranks must share, by package

@@ -382,7 +382,7 @@ class Outcome:
     started: Started | None = None
     trained: Trained | None = None
     finished: Finished | None = None
-    evaluated: Evaluated | None = None  # Result of the evaluation of a checkpoint, in place of ``finished``
+    evaluated: Evaluated | None = None  # Result of the evaluation of a checkpoint, instead of ``finished``
     failures: tuple[Failed, ...] = ()  # Failures that ranks reported, in the order of their arrival
     losses: Mapping[int, str] = field(default_factory=dict)
     """Reasons for which the launcher lost workers, by rank; some of them may have reported a failure."""
@@ -427,9 +427,9 @@ class Outcome:
 
     @property
     def error(self) -> PipelineError:
-        """The error to show for a failed trial: that of the first rank that failed by itself."""
+        """Error to show for a failed trial: the error of the first rank that failed by itself."""
         first = next((failure for failure in self.failures if failure.origin == "rank"), None)
-        if first is None and (unreported := self._unreported()):
+        if first is None and (unreported := self._describe_unreported()):
             return TrainingError(unreported)
         if first is None:
             first = next(iter(self.failures), None)
@@ -441,7 +441,7 @@ class Outcome:
         kind = NoMemoryError if first.is_out_of_memory else TrainingError
         return kind(where + first.error, first.traceback)
 
-    def _unreported(self) -> str:
+    def _describe_unreported(self) -> str:
         """Name the ranks that ended without reporting a failure, and their nodes if there are several."""
         reported = {failure.rank.rank for failure in self.failures}
         has_several_nodes = len(set(self.nodes.values())) > 1

@@ -32,7 +32,7 @@ _WIDE_RANGE = 30.0  # Ratio of the largest to the smallest loss from which the a
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.parse_math": False,  # names are no formulas, even with dollars in them
+    "text.parse_math": False,  # names are not formulas, even with dollars in them
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",

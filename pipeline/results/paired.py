@@ -24,7 +24,7 @@ MOST_PAIRS = 1000  # Pairs beyond which it is not said how many more would decid
 ROUNDING = 1e-6
 """Share of a value by which losses and metrics of identical trainings may differ, as sums in another order do."""
 _NO_SPREAD = 1e-9  # Share of a difference that rounding may make up
-_LEAST_TO_SEE = 8  # Pairs from which on a skewed law can be told from a symmetric one
+_LEAST_TO_SEE = 8  # Fewest pairs that show if differences are skewed
 _SIGNED = re.compile(r"r2|r_squared|matthews|mcc|kappa|corr|pearson|spearman|explained|snr|likelihood", re.IGNORECASE)
 """Names of metrics that are higher for better models, and are no rates."""
 _POINTS = 100.0  # Points in a rate of 1

@@ -35,10 +35,10 @@ from pipeline.train.storage import (
     Manifest,
     Storage,
     StoredFile,
+    dump_trained,
     entries,
     folder_name,
     rate_keys,
-    trained,
 )
 
 _log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Checkpoints:
                 "Training continues with the rate of the file."
             )
         if self._writer is not None:
-            self._writer.complete = [one.rated_by(self._options.best) for one in (*older, manifest)]
+            self._writer.complete = [one.rate_by(self._options.best) for one in (*older, manifest)]
         place = storage.place(manifest.name)
         s.send(Resumed(trial=s.trial.name, step=s.step, epoch=manifest.epoch, checkpoint=place))
         return s.step
@@ -189,7 +189,7 @@ class Checkpoints:
                 world_size=s.rank.world_size,
                 time=time.time(),
                 versions={name: version(name) for name in ("torch", "ddp-pipeline")},
-                experiment=trained(s.experiment),
+                experiment=dump_trained(s.experiment),
                 data_digest=s.batches.digest if s.rank.is_first else "",
                 data=s.batches.data if s.rank.is_first else None,
                 metric=metric,
@@ -319,7 +319,7 @@ class Writer:
             files = self._write(job)
             if not self._rank.is_first:
                 return
-            manifest = manifest.model_copy(update={"files": files}).sealed()
+            manifest = manifest.model_copy(update={"files": files}).seal()
             self._storage.write(f"{manifest.name}/{FILE_NAME}", manifest.model_dump_json(indent=1).encode())
         except Exception as error:  # noqa: BLE001 (a storage may raise anything, and training continues)
             self._note_failure(manifest, error)
@@ -337,7 +337,7 @@ class Writer:
             )
         )
         try:
-            names = stored.kept(self.complete, newest=self._keep, direction=self._direction)
+            names = stored.choose_kept(self.complete, newest=self._keep, direction=self._direction)
             for name in self._storage.folders():
                 if stored.step_of(name) is not None and name not in names:
                     self._discard(name)
@@ -431,7 +431,7 @@ def _find_changes(s: State, manifest: Manifest) -> set[str]:
             f"an epoch has {s.order.steps_per_epoch} steps, but had {manifest.steps_per_epoch} when the "
             "checkpoint was saved. Restore the samples, or start a new run without --resume.",
         )
-    now = json.loads(json.dumps(trained(s.experiment)))
+    now = json.loads(json.dumps(dump_trained(s.experiment)))
     return {key for key, _, _ in stored.changes(manifest.experiment, now)}
 
 

@@ -241,7 +241,7 @@ class BatchTransform(Hook):
     @override
     def transform(self, batch: Any) -> Any:
         _check_pair(batch, "a batch", remedy="remove this key, or transform the samples in loader.collate")
-        with _explained(_TRANSFORM, "raised"):
+        with _explain_errors(_TRANSFORM, "raised"):
             found = self._transform(*batch)
         _check_pair(found, "the returned value", remedy="return both")
         return found
@@ -253,7 +253,7 @@ def _check_pair(value: Any, what: str, *, remedy: str) -> None:
 
 
 @contextmanager
-def _explained(key: str, raised: str) -> Iterator[None]:
+def _explain_errors(key: str, raised: str) -> Iterator[None]:
     """Give errors of user code inside the block the key that names it."""
     try:
         yield
@@ -283,7 +283,7 @@ class TrainedMetrics(Hook):
         for outputs, targets in s.outputs:
             if self._mixes and isinstance(targets, Tensor) and targets.is_floating_point() and targets.ndim == 2:
                 targets = targets.argmax(1)  # labels became class probabilities: the class with the largest part
-            with torch.no_grad(), self._explained():
+            with torch.no_grad(), self._explain_errors():
                 self._shared.update(outputs, targets)
 
     @override
@@ -304,8 +304,8 @@ class TrainedMetrics(Hook):
         self._metrics.load_state_dict(dict(state), strict=False)
 
     def _read(self) -> Readings:
-        with torch.no_grad(), self._explained():
+        with torch.no_grad(), self._explain_errors():
             return self._shared.read()
 
-    def _explained(self) -> AbstractContextManager[None]:
-        return _explained(self._key, "on: [train, validation] raised for training batches")
+    def _explain_errors(self) -> AbstractContextManager[None]:
+        return _explain_errors(self._key, "on: [train, validation] raised for training batches")

@@ -40,7 +40,7 @@ def without_match(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
-def unmatched(pattern: str, names: Sequence[str]) -> str:
+def describe_unmatched(pattern: str, names: Sequence[str]) -> str:
     """Return the message on a pattern that matches none of the names, with the pattern that was probably meant."""
     inside = any(name.startswith(f"{pattern}.") for name in names)
     dots = ((name, place) for name in names for place, character in enumerate(name) if character == ".")

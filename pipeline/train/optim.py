@@ -23,7 +23,7 @@ from pipeline.experiment.train import Optimizer as Declared
 from pipeline.experiment.values import Create
 from pipeline.system import undisturbed
 from pipeline.tasks import Trainee
-from pipeline.train.names import Named, matches, named, shown, unmatched, without_match
+from pipeline.train.names import Named, describe_unmatched, matches, named, shown, without_match
 from pipeline.train.ranks import local, shard_like
 from pipeline.train.schedules import keys_of, scaling_factor
 from pipeline.wording import listed
@@ -47,7 +47,7 @@ def freeze(trainee: nn.Module, patterns: Sequence[str]) -> None:
     names = list(parameters)
     if missing := without_match(patterns, names):
         raise ExperimentError(
-            [Problem(f"train.freeze[{patterns.index(one)}]", unmatched(one, names)) for one in missing]
+            [Problem(f"train.freeze[{patterns.index(one)}]", describe_unmatched(one, names)) for one in missing]
         )
     for name, parameter in parameters.items():
         if matches(patterns, name):
@@ -213,7 +213,7 @@ def _group_parameters(parameters: Named, groups: Sequence[ParameterGroup]) -> li
     for index, group in enumerate(groups):
         key = f"optimizer.groups[{index}].match"
         missing = without_match(group.patterns, names)
-        problems += [Problem(key, unmatched(pattern, names)) for pattern in missing]
+        problems += [Problem(key, describe_unmatched(pattern, names)) for pattern in missing]
         if not missing and not divided[index]:
             message = "but all parameters that it matches are frozen or in an earlier group; remove the group"
             problems.append(Problem(key, f"is {', '.join(group.patterns)}, {message}"))
@@ -229,7 +229,7 @@ def _assign_parameters(parameters: Named, optimizers: Mapping[str, NamedOptimize
     for own, declared in optimizers.items():
         key = f"optimizers.{own}.params"
         missing = without_match(declared.patterns, names)
-        problems += [Problem(key, unmatched(pattern, names)) for pattern in missing]
+        problems += [Problem(key, describe_unmatched(pattern, names)) for pattern in missing]
         found = {name: one for name, one in trainable.items() if matches(declared.patterns, name)}
         chosen[own] = {id(one) for one in found.values()}
         if shared := [name for name, one in found.items() if id(one) in owners]:

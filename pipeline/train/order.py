@@ -27,12 +27,12 @@ def mixer(*parts: int | str) -> Callable[[int], int]:
     """Return a function of a number that returns `mix` of these parts and the number, in half the time."""
     prefix = hashlib.blake2b((",".join(map(str, parts)) + ",").encode(), digest_size=8)
 
-    def mixed(number: int) -> int:
+    def mix_number(number: int) -> int:
         whole = prefix.copy()
         whole.update(b"%d" % number)
         return int.from_bytes(whole.digest(), "little") >> 1
 
-    return mixed
+    return mix_number
 
 
 def seed_all(seed: int, device: torch.device | None = None, *, others: bool = True) -> None:

@@ -171,7 +171,7 @@ def write(state: Saved, folder: Path) -> list[StoredFile]:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    return [StoredFile.of(path)]
+    return [StoredFile.describe(path)]
 
 
 def write_shards(shards: Mapping[str, Tensor], folder: Path, *, group: dist.ProcessGroup) -> list[StoredFile]:
@@ -189,7 +189,7 @@ def write_shards(shards: Mapping[str, Tensor], folder: Path, *, group: dist.Proc
         )
     except CheckpointException as error:  # a BaseException
         raise OSError(str(error)) from error
-    return [StoredFile.of(path) for path in folder.glob(f"shard-{dist.get_rank(group) + 1:05d}-*")]
+    return [StoredFile.describe(path) for path in folder.glob(f"shard-{dist.get_rank(group) + 1:05d}-*")]
 
 
 def read(folder: Path, *, fills: bool) -> Saved:

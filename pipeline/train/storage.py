@@ -171,7 +171,7 @@ class StoredFile(Frozen):
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> "StoredFile":
+    def describe(cls, path: Path) -> "StoredFile":
         """Describe a file that is written."""
         return cls(name=path.name, size=path.stat().st_size, sha256=_sha256(path))
 
@@ -201,11 +201,11 @@ class Manifest(Frozen):
         """Name of the checkpoint's folder."""
         return folder_name(self.step)
 
-    def rated_by(self, name: str | None) -> "Manifest":
+    def rate_by(self, name: str | None) -> "Manifest":
         """Return it without its value if that is of another metric, which can't be compared."""
         return self if self.metric_name == name else self.model_copy(update={"metric": None})
 
-    def sealed(self) -> "Manifest":
+    def seal(self) -> "Manifest":
         """Return a copy with its digest."""
         return self.model_copy(update={"digest": self._digest()})
 
@@ -249,7 +249,7 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def trained(experiment: Experiment) -> Mapping[str, Any]:
+def dump_trained(experiment: Experiment) -> Mapping[str, Any]:
     """Dump the part of an experiment that decides what is trained, without parallelism, measuring and tracking."""
     return experiment.model_dump(mode="json", exclude=dict(_ASIDE))
 
@@ -260,7 +260,7 @@ def rate_keys(experiment: Experiment) -> tuple[str, ...]:
 
 
 def changes(before: Any, now: Any, *, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key that differs between two dumps of `trained`, and its values."""
+    """Yield each key that differs between two results of `dump_trained`, and its values."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         is_another = before.get("_target_") != now.get("_target_")  # whose arguments are its own
         for name in ("_target_",) if is_another else dict.fromkeys((*before, *now)):
@@ -337,7 +337,7 @@ def best(manifests: Iterable[Manifest], direction: Direction) -> Manifest | None
     return min(rated, key=lambda one: (sign * (one.metric or 0.0), one.step), default=None)
 
 
-def kept(manifests: Iterable[Manifest], *, newest: int, direction: Direction | None) -> set[str]:
+def choose_kept(manifests: Iterable[Manifest], *, newest: int, direction: Direction | None) -> set[str]:
     """Return the names of the checkpoints to keep: the newest, and the best if ``direction`` says what is better."""
     ordered = sorted(manifests, key=lambda one: one.step, reverse=True)
     names = {one.name for one in ordered[:newest]}

@@ -27,8 +27,7 @@ ENDED = threading.Thread()  # A training in this process that has ended
 
 
 def heartbeat(rank: int, phase: Phase = Phase.BUILDING) -> Heartbeat:
-    where = Rank(rank=rank, world_size=3)
-    return Heartbeat(trial="main", rank=where, pid=1, step=0, phase=phase, idle_s=0.0)
+    return Heartbeat(trial="main", rank=Rank(rank=rank, world_size=3), pid=1, step=0, phase=phase, idle_s=0.0)
 
 
 def failed(rank: int, origin: Origin = "rank") -> Failed:

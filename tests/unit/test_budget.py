@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_116,
     "api": 490,
     "cli": 691,
-    "commands": 4_585,
+    "commands": 4_580,
     "data": 998,
     "drive": 1_058,
     "experiment": 3_251,

@@ -26,9 +26,9 @@ from pipeline.train.storage import (
     Storage,
     StoredFile,
     address_of,
+    dump_trained,
     entries,
     folder_name,
-    trained,
     verify,
 )
 
@@ -110,7 +110,7 @@ def test_the_best_stay(tmp_path: Path, mode: str, kept: Callable[..., Any]) -> N
 
 def test_what_is_trained_decides_what_is_the_same() -> None:
     first, second, *others = (
-        trained(toys.experiment(**sections))
+        dump_trained(toys.experiment(**sections))
         for sections in (
             {}, {"parallel": {"workers": 2}, "checkpoint": {"keep": 3}},
             {"seed": 4}, {"train": {"epochs": 3}}, {"model": {"_target_": "a.b"}},
@@ -173,7 +173,7 @@ def test_damage_in_all_leads_to_the_beginning(copy: Path, original: tuple[Path, 
 
 
 def test_another_format_is_refused(copy: Path) -> None:
-    other = newest(copy).model_copy(update={"format": 1}).sealed().model_dump_json()
+    other = newest(copy).model_copy(update={"format": 1}).seal().model_dump_json()
     (copy / folder_name(5) / FILE_NAME).write_text(other)
     with pytest.raises(UsageError, match="step 5: this checkpoint has format 1, and this version"):
         run(copy, resume=True)
@@ -188,7 +188,7 @@ def test_code_is_never_executed_though_the_manifest_is_right(copy: Path, tmp_pat
     torch.save({"model": Evil()}, state)
     torch.load(state, weights_only=False)
     (tmp_path / "executed").unlink()  # so it would have been
-    forged = newest(copy).model_copy(update={"files": (StoredFile.of(state),)}).sealed()
+    forged = newest(copy).model_copy(update={"files": (StoredFile.describe(state),)}).seal()
     (copy / folder_name(5) / FILE_NAME).write_text(forged.model_dump_json())
     with pytest.raises(TrainingError, match=r"can't be read: UnpicklingError"):
         run(copy, resume=True)

@@ -370,8 +370,7 @@ class TestBuild:
             "torch.nn.ModuleDict",
             modules={"one": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}},
         )
-        built = build(tree, key="model", allowed=BUILT_IN)
-        assert built["one"].weight.shape == (2, 3)
+        assert build(tree, key="model", allowed=BUILT_IN)["one"].weight.shape == (2, 3)
 
     def test_the_optimizer_and_the_scheduler(self) -> None:
         parameters = torch.nn.Linear(1, 1).parameters()

@@ -206,8 +206,7 @@ def test_a_baseline_that_was_measured_before_a_rank_failed_stays(tmp_path: Path)
 
 def test_a_speedup_that_is_missing_has_the_reason_for_which_it_is() -> None:
     """Not that the baseline is the same training."""
-    baseline = trial("baseline", "baseline")
-    main = MAIN.model_copy(update={"compared_with": (baseline,)})
+    main = MAIN.model_copy(update={"compared_with": (trial("baseline", "baseline"),)})
     plan = Plan.model_construct(trials=(main,))
     trained = Trained(time=1.0, trial="main", result=RESULT)
     end = Finished(time=2.0, trial="main", result=RESULT)

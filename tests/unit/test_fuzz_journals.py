@@ -67,7 +67,7 @@ MANIFEST = (
         step=3, epoch=1, steps_per_epoch=3, global_batch_size=4, world_size=2, time=BEGAN, versions={"torch": "2"},
         experiment={"seed": 1, "lr": [0.1, None]}, data_digest="a", files=(StoredFile(name="x", size=1, sha256="a"),),
     )
-    .sealed().model_dump_json().encode()
+    .seal().model_dump_json().encode()
 )  # fmt: skip
 
 

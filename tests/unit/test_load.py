@@ -400,8 +400,7 @@ class TestInterpolation:
         assert swept.vary({"data.x": candidate}).experiment.data.arguments["x"] == candidate == "${oc.env:DB}"
 
     def test_the_command_that_continues_a_run_has_no_password(self) -> None:
-        file = read(GOOD, "tracking={uri: http://me:hunter2@host, tags: {}}")
-        command = way_on(["run"], file=file, run="r")
+        command = way_on(["run"], file=read(GOOD, "tracking={uri: http://me:hunter2@host, tags: {}}"), run="r")
         assert command.endswith("pipeline run e.yaml 'tracking={uri: http://host, tags: {}}' --resume r")
         (problem,) = problems_of(GOOD, "tracking.uri=http://me:hunter2@ho st")
         assert problem.startswith("command line: tracking.uri=http://ho st: tracking.uri: is 'http://ho st'")

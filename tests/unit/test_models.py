@@ -95,8 +95,7 @@ def test_gpt_ties_the_embedding_to_the_output() -> None:
     width, vocabulary, context, depth = 12, 16, 8, 2
     norm = 2 * width
     block = (width + 1) * 3 * width + (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 2 * norm
-    parameters = sum(p.numel() for p in gpt().parameters())
-    assert parameters == (vocabulary + context) * width + depth * block + norm
+    assert sum(p.numel() for p in gpt().parameters()) == (vocabulary + context) * width + depth * block + norm
 
 
 def test_gpt_scales_what_adds_to_the_residual_stream() -> None:

@@ -148,8 +148,7 @@ def test_evaluation_counts_each_sample_once(samples: int, world_size: int, share
 def test_an_evaluation_of_whole_batches_keeps_them_together(samples: int, batch: int, world_size: int) -> None:
     ranks = (evaluation_of_whole_batches(samples, batch, rank=one, world_size=world_size) for one in range(world_size))
     together = [sorted(counted(list(parts))) for parts in zip(*ranks, strict=True)]
-    expected = [[*group] for _, group in groupby(range(samples), key=lambda index: index // batch)]
-    assert together == expected
+    assert together == [[*group] for _, group in groupby(range(samples), key=lambda index: index // batch)]
 
 
 @given(st.lists(st.integers(0, 2**63), min_size=1, max_size=4), st.lists(st.integers(0, 2**63), min_size=1, max_size=4))

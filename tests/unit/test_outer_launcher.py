@@ -33,8 +33,7 @@ def test_srun_on_several_nodes() -> None:
     assert place(outer) == (4, 6, 0, 2)
     assert (outer.name, outer.host, outer.has_store) == ("srun", "gpu007", False)
     same_job = found(srun(0, 6, host="gpu007", per_node="2(x2),2"))
-    other_job = found(srun(0, 6, host="gpu007", per_node="2(x2),2", job=4712))
-    assert same_job.port == outer.port != other_job.port
+    assert same_job.port == outer.port != found(srun(0, 6, host="gpu007", per_node="2(x2),2", job=4712)).port
     assert 20000 <= outer.port < 30000
     told = found({**variables, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29411"})
     assert (told.host, told.port) == ("10.0.0.7", 29411)

@@ -275,6 +275,5 @@ def test_a_quick_test_counts_the_steps_and_the_evaluations_of_the_whole_training
     )  # fmt: skip
     with closing(Journal(tmp_path / FILE_NAME)) as journal:
         journal.append(started)
-    spent = Goodput(seconds={"steps": 0.8, "evaluation": 0.5})
-    invocation = SimpleNamespace(folder=tmp_path, goodput=spent)
+    invocation = SimpleNamespace(folder=tmp_path, goodput=Goodput(seconds={"steps": 0.8, "evaluation": 0.5}))
     assert estimate_training_s(row, invocation) == pytest.approx(seconds)  # type: ignore[arg-type]

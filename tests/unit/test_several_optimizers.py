@@ -33,8 +33,7 @@ def test_each_trains_its_own_parameters_of_model_and_task() -> None:
     """In the order and with the losses of a loop by hand: contract/test_by_hand.py."""
     s = built(train={"clip_grad_norm": 0.1})
     before = {name: one.detach().clone() for name, one in s.trainee.named_parameters()}
-    stream = s.batches.stream(0, last_step=2)
-    stepped = s.train_step(s, stream, step=0)
+    stepped = s.train_step(s, s.batches.stream(0, last_step=2), step=0)
     assert tuple(stepped.sums) == ("loss", "loss_critic", "loss_generator", "score")
     assert stepped.sums["loss"] == stepped.sums["loss_critic"] + stepped.sums["loss_generator"]
     assert stepped.norms["gradient_norm_critic"] > 0

@@ -333,7 +333,6 @@ def test_a_sweep_counts_what_is_free_now(
 def test_a_sweep_may_ask_an_autoscaler_for_more_than_there_is(idle: tuple[dict[str, float], ...]) -> None:
     sweep = 'sweep={"parameters": {"optimizer.lr": {"log_uniform": [0.1, 1]}}, "trials": 8, "concurrent": 4}'
     file = load(MLP, ["parallel.launcher=ray", "parallel.device=cpu", "parallel.workers=1", sweep])
-    there = Resources(cpus=len(idle), memory_mb=1, idle=idle, is_autoscaled=True)
-    assert concurrency(file, there) == (4, 1)
+    assert concurrency(file, Resources(cpus=len(idle), memory_mb=1, idle=idle, is_autoscaled=True)) == (4, 1)
     with pytest.raises(ResourceError, match="don't fit at the same time"):
         concurrency(file, Resources(cpus=1, memory_mb=1, idle=({"CPU": 1.0},)))

@@ -22,7 +22,7 @@ from pipeline.record.console import _format_finished
 from pipeline.results.measured import result_of_run
 from pipeline.results.speedup import measure_rows
 from pipeline.tracking.loggers import scalars
-from pipeline.train.storage import trained
+from pipeline.train.storage import dump_trained
 
 LAPTOP = Resources(cpus=4, memory_mb=16384)
 SERVER = Resources(cpus=8, memory_mb=16384, gpus=("H200",) * 2)
@@ -103,15 +103,14 @@ def test_the_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.Monkey
 def test_how_a_training_is_computed_is_no_part_of_what_is_trained() -> None:
     """So a run that ran out of memory can go on with activation checkpointing."""
     how = {"compile": True, "activation_checkpointing": "0"}
-    assert trained(toys.experiment()) == trained(toys.experiment(train=how))
-    assert trained(toys.experiment()) != trained(toys.experiment(train={"ema": True}))
+    assert dump_trained(toys.experiment()) == dump_trained(toys.experiment(train=how))
+    assert dump_trained(toys.experiment()) != dump_trained(toys.experiment(train={"ema": True}))
 
 
 def test_the_time_of_compiling_is_told_in_the_terminal_a_metric_and_in_the_result() -> None:
     end = samples.finished("main", samples.spread(190.0, noise=2), compile_s=12.34)
     assert _format_finished(end)[-2:] == ["compiled in 12.3 s", "first step after 6.2 s"]
-    points = {point.name: point.value for point in scalars(end)}
-    assert points["time/compile_s"] == 12.34
+    assert {point.name: point.value for point in scalars(end)}["time/compile_s"] == 12.34
     assert "time/compile_s" not in {point.name for point in scalars(samples.finished("a", samples.spread(1.0)))}
     result = result_of_run(measure_rows([samples.MAIN], [end]), hardware="")
     fact = result.fact("compile_s")

@@ -39,8 +39,7 @@ def started(*, total: int = 40) -> Started:
 
 
 def beat(step: int, phase: Phase = Phase.FORWARD, *, time: float = 2, rank: int = 0) -> Heartbeat:
-    where = Rank(rank=rank, world_size=2)
-    return Heartbeat(time=time, rank=where, pid=1, step=step, phase=phase, idle_s=0)
+    return Heartbeat(time=time, rank=Rank(rank=rank, world_size=2), pid=1, step=step, phase=phase, idle_s=0)
 
 
 def metrics(step: int, *, time: float = 2, **values: float) -> Metrics:

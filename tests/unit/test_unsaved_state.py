@@ -160,6 +160,5 @@ class Renaming(nn.Linear):
 
 
 def test_a_state_with_other_names_is_told_at_the_first_checkpoint(tmp_path: Path) -> None:
-    sections = own("model", "Renaming", in_features=3, out_features=1)
-    (warning,) = checkpointed.run(tmp_path, **sections).warnings
+    (warning,) = checkpointed.run(tmp_path, **own("model", "Renaming", in_features=3, out_features=1)).warnings
     assert warning.startswith("state_dict() of the model has other names than its parameters and buffers: kernel")

@@ -417,8 +417,7 @@ def test_an_error_of_user_code_within_a_backward_pass_or_of_an_operation_is_its_
     inputs.register_hook(lambda gradient: fail(RuntimeError(LATE)))
     assert origin(caught(lambda: (inputs * 2).sum().backward())) == "rank"
     assert origin(caught(lambda: torch.ones(2, 3) @ torch.ones(2, 3))) == "rank"
-    timeout = timedelta(milliseconds=100)
-    error = caught(lambda: dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timeout))
+    error = caught(lambda: dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timedelta(milliseconds=100)))
     assert (isinstance(error, dist.DistNetworkError), origin(error)) == (True, "rank"), "a store of user code"
 
 
